@@ -195,11 +195,11 @@ def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
     asked = next((key for key in _ASKED if record.get(key)), "")
     question = as_chat(record.get(asked)) or _one(record, asked)
-    beside = next((key for key in ("input", "context") if key != asked and record.get(key)), None)
-    if isinstance(question, str) and beside:
-        if not isinstance(more := _one(record, beside), str):
-            raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
-        question = f"{question}\n\n{more}"
+    for beside in ("input", "context"):
+        if isinstance(question, str) and beside != asked and record.get(beside):
+            if not isinstance(more := _one(record, beside), str):
+                raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
+            question = f"{question}\n\n{more}"
     return asked, question
 
 
@@ -218,7 +218,8 @@ def history_of(record: dict[str, Any]) -> list[Message]:
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
+    return [read_message(turn, "history") for turn in turns]
 
 
 def as_chat(value: Any) -> list[Any] | None:

@@ -189,6 +189,7 @@ MALFORMED = [
     ("[" * 10**5, "not JSON"),
     ({"question": "a", "answer": ["b", "c"]}, "'answer' has 2 texts; it must be one"),
     ({"history": [["a"]], "prompt": "b", "response": "c"}, "'history' must be a list of pairs"),
+    ({"history": [["a", 1]], "prompt": "b", "response": "c"}, "history: 'content' must be a text, it is a int"),
     ({"messages": [HI, HELLO | {"train_detail": [{"begin_offset": 0}]}]}, "an answer has 'train_detail'"),
     ({"messages": [HI, HELLO | {"tokens": [-5]}]}, "messages[1]: 'tokens' must be a list of token ids"),
     ({"prompt": "Hi"}, "neither 'messages' nor 'conversations', nor a question with its answer: it has 'prompt', and"),
