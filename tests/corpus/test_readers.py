@@ -114,6 +114,8 @@ FORMS = [
     ({"question": "Hi", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
     *(({"messages": [HI, CALLING | {"tool_calls": [{"name": "weather", key: {"city": "Oslo"}}]}]}, [HI, CALLING])
       for key in ("args", "input", "parameters")),
+    ({"messages": [HI, CALLING | {"tool_calls": [{"name": "a", "arguments": None}]}]},
+     [HI, CALLING | {"tool_calls": [{"type": "function", "function": {"name": "a", "arguments": {}}}]}]),
     ({"messages": [HI, CALLING, CALLING | {"reasoning_content": "hm"}]}, [HI, CALLING, CALLING | THOUGHTS]),
     ({"conversations": [{"from": "human", "value": "Hi"}, TURN, TURN]}, [HI, CALLING | {"tool_calls": [CALL, CALL]}]),
     (
@@ -206,6 +208,13 @@ MALFORMED = [
     ),
     (
         {"messages": [HI, CALLING | {"tool_calls": [{"name": "a", "arguments": {"b": "\ud83d"}}]}]},
+        "messages[1]: a tool call holds half a surrogate pair",
+    ),
+    (CHAT | {"id": "\ud83d"}, "its id holds half a surrogate pair"),
+    (CHAT | {"chat_template_kwargs": {"a": "\ud83d"}}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
+    (message(name="\ud83d"), "messages[0] holds half a surrogate pair"),
+    (
+        {"messages": [HI, CALLING | {"tool_calls": [{"name": "\ud83d"}]}]},
         "messages[1]: a tool call holds half a surrogate pair",
     ),
     (CHAT | {"tools": [{"name": "\ud83d"}]}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
