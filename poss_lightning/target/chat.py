@@ -160,7 +160,8 @@ class Chat:
         # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
         if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
             return _Answer(prompt, "", _after("<think>" * prompt.rstrip().endswith("<think>"), content))
-        shared, opened, tail = _parted(prompt, finished, content)
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        shared, opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
         body, stop = self._until_stop(tail)
@@ -287,7 +288,7 @@ def _check_said(message: Message, i: int, shown: str) -> None:
             raise ValueError(f"message {i}: the chat template leaves out its call of {name!r}")
 
 
-def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
+def _parted(prompt: str, finished: str, said: str) -> tuple[int, str, str]:
     """How many letters of a prompt its finished answer's text shares, what it lacks of them, and what follows.
 
     Text far before an answer may change once it is finished: a system message that stands only before the last user's.
@@ -297,7 +298,7 @@ def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
     rest = finished[shared:]  # which has the longest end of the prompt from here on, and so every shorter one
     begin = bisect_left(range(len(prompt)), True, lo=shared, key=lambda n: prompt[n:] in rest)
     _, found, tail = rest.rpartition(prompt[begin:] or MARK)
-    if shared < len(prompt) and len(found) > SHORT and content.strip() and content.strip() in tail:
+    if shared < len(prompt) and len(found) > SHORT and said and said in tail:
         return len(prompt), "", tail
     return shared, prompt[shared:], finished[shared:]
 

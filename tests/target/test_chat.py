@@ -334,10 +334,12 @@ def test_a_system_message_that_stands_before_the_last_user_alone():
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
         "{% else %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}"
         "[INST]{% if loop.last and system %}{{ system + ' ' }}{% endif %}{{ m.content }}[/INST]{% else %}"
-        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+        "{{ (m.tool_calls | tojson if m.tool_calls else m.content) + eos_token }}{% endif %}{% endfor %}"
     )
     chat = Chat(tiny_tokenizer(template))
     messages = [system("Be brief."), *chat_of(["four", "five"])]
+    [called] = words(chat, [messages[0], user("Hi"), CALLS])
+    assert called == json.dumps([CALL]) + "<|im_end|>"
     texts = chat.texts(messages)
     assert words(chat, [messages[0], user("Hi"), assistant("Hello.")]) == ["Hello.<|im_end|>"]
     assert words(chat, messages) == ["four<|im_end|>", "five<|im_end|>"]
