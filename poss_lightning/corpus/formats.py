@@ -13,7 +13,13 @@ from typing import Any
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 PACKED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ": lzma.open, b"BZh": bz2.open}  # by how a file begins
-REFUSED = {b"PK\x03\x04": "a zip archive: unpack it", b"ARROW1": "an Arrow file: name the folder of its data set"}
+_ARROW = "an Arrow file: name the folder of its data set"
+REFUSED = {
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it",
+    b"ARROW1": _ARROW,
+    b"\xff\xff\xff\xff": _ARROW,  # a stream, as `datasets` writes it
+}
 _HUB_OPTIONS = ("config", "revision")
 _SHOWN = 3  # reasons for leaving records out that a message spells out
 

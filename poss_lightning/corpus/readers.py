@@ -116,7 +116,7 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     if not messages:
         return None
     names = [record[key] for key in _IDS if record.get(key) not in (None, "") and record[key] == record[key]]
-    return Conversation(str(names[0]) if names else name, messages, template_of(record))
+    return Conversation(_refuse_half_pairs(str(names[0]), "its id") if names else name, messages, template_of(record))
 
 
 # --- records ---
@@ -157,15 +157,15 @@ def system_of(record: dict[str, Any]) -> list[Message]:
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
     """The variables that a record gives the chat template; Malformed where they have other types."""
     given = _unpacked(record.get("chat_template_kwargs") or {})
+    tools = _unpacked(record.get("tools") or record.get("functions")) or []
+    tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
+    _refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
     if not isinstance(given, dict):
         raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
-    if not (tools := _unpacked(record.get("tools") or record.get("functions"))):
-        return given
-    tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
-    _refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
-    return given | {"tools": [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]}
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return given | ({"tools": tools} if tools else {})
 
 
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
@@ -195,11 +195,11 @@ def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
     asked = next((key for key in _ASKED if record.get(key)), "")
     question = as_chat(record.get(asked)) or _one(record, asked)
-    beside = next((key for key in ("input", "context") if key != asked and record.get(key)), None)
-    if isinstance(question, str) and beside:
-        if not isinstance(more := _one(record, beside), str):
-            raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
-        question = f"{question}\n\n{more}"
+    for beside in ("input", "context"):
+        if isinstance(question, str) and beside != asked and record.get(beside):
+            if not isinstance(more := _one(record, beside), str):
+                raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
+            question = f"{question}\n\n{more}"
     return asked, question
 
 
@@ -218,7 +218,8 @@ def history_of(record: dict[str, Any]) -> list[Message]:
     pairs = _unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
-    return [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
+    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
+    return [read_message(turn, "history") for turn in turns]
 
 
 def as_chat(value: Any) -> list[Any] | None:
@@ -265,8 +266,8 @@ def read_message(turn: object, where: str) -> Message:
     content = _text(next((turn[key] for key in ("content", "value") if turn.get(key) is not None), ""), where)
     if role == _CALL:
         return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)} | _weight(turn)
-    message: Message = {"role": role, "content": content}
-    message |= {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
+    message: Message = {"role": role, "content": content} | _refuse_half_pairs(named, where)
     if role != "assistant":
         return message
     if calls := turn.get("tool_calls") or turn.get("function_call"):
@@ -340,10 +341,10 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
-        key = next((key for key in _ARGUMENTS if key in function), None)
-        if key is None and (other := function.keys() - {"name", "id", "type", "index"}):
+        key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
+        if key is None and (other := function.keys() - {"name", "id", "type", "index", *_ARGUMENTS}):
             raise Malformed(f"{where}: a tool call has {sorted(other)}, and its arguments in none of {_ARGUMENTS}")
-        arguments = _refuse_half_pairs(_unpacked(function[key]) if key else {}, f"{where}: a tool call")
+        arguments = _unpacked(function[key]) if key else {}
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return found
+    return _refuse_half_pairs(found, f"{where}: a tool call")

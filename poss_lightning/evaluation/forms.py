@@ -74,6 +74,8 @@ def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
         value = record.get(name)
         if name == "prompt" and not field and record.get("instruction"):
             continue  # the prompt is then the whole text that is made of it
+        if name == "prompt" and not field and isinstance(value, str) and value:
+            break  # a text, which more may stand beside
         if value is not None and (value or name not in _CHATS):
             return name, value
     key, value = ("", None) if field else readers.question_of(record)

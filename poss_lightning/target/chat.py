@@ -1,8 +1,9 @@
 """Chat: conversations -> token ids, the spans that the assistant wrote, and the tokens that stop it."""
 
 import logging
+import re
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -101,7 +102,7 @@ class Chat:
         answers = {}
         for i in places:
             try:
-                answers[i] = self._answer(messages, i, variables)
+                answers[i] = _thought_once(self._answer(messages, i, variables), messages[i], i)
             except ValueError:
                 if messages[i].get("weight", 1):  # of others nothing is trained
                     raise
@@ -160,7 +161,8 @@ class Chat:
         # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
         if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
             return _Answer(prompt, "", _after("<think>" * prompt.rstrip().endswith("<think>"), content))
-        shared, opened, tail = _parted(prompt, finished, content)
+        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        shared, opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
         body, stop = self._until_stop(tail)
@@ -287,17 +289,36 @@ def _check_said(message: Message, i: int, shown: str) -> None:
             raise ValueError(f"message {i}: the chat template leaves out its call of {name!r}")
 
 
-def _parted(prompt: str, finished: str, content: str) -> tuple[int, str, str]:
+def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
+    """The answer without the opening of its thought where the prompt has it.
+
+    ValueError where it does not close that thought, or closes one that the prompt has closed.
+    """
+    written, before = answer.written, answer.before.rstrip()
+    if not isinstance(written, str):
+        return answer
+    if answer.prompt.rstrip().endswith("</think>") and "</think>" in written:
+        raise ValueError(f"message {i}: it has thoughts, and the chat template closes them before it is written")
+    if not before.endswith("<think>"):
+        return answer
+    if "</think>" not in written and message.get("finish_reason") != "length":
+        raise ValueError(f"message {i}: the chat template opens a thought that the answer does not close")
+    return replace(answer, written=_after("<think>", written))
+
+
+def _parted(prompt: str, finished: str, said: str) -> tuple[int, str, str]:
     """How many letters of a prompt its finished answer's text shares, what it lacks of them, and what follows.
 
     Text far before an answer may change once it is finished: a system message that stands only before the last user's.
     """
     pairs = zip(prompt, finished, strict=False)
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(finished)))
+    tag = re.compile("</?think>").match(prompt, max(prompt.rfind("<", 0, shared), 0))
+    shared = tag.start() if tag and shared < tag.end() else shared  # never inside a tag
     rest = finished[shared:]  # which has the longest end of the prompt from here on, and so every shorter one
     begin = bisect_left(range(len(prompt)), True, lo=shared, key=lambda n: prompt[n:] in rest)
     _, found, tail = rest.rpartition(prompt[begin:] or MARK)
-    if shared < len(prompt) and len(found) > SHORT and content.strip() and content.strip() in tail:
+    if shared < len(prompt) and len(found) > SHORT and said and said in tail:
         return len(prompt), "", tail
     return shared, prompt[shared:], finished[shared:]
 

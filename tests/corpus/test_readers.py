@@ -114,6 +114,8 @@ FORMS = [
     ({"question": "Hi", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
     *(({"messages": [HI, CALLING | {"tool_calls": [{"name": "weather", key: {"city": "Oslo"}}]}]}, [HI, CALLING])
       for key in ("args", "input", "parameters")),
+    ({"messages": [HI, CALLING | {"tool_calls": [{"name": "a", "arguments": None}]}]},
+     [HI, CALLING | {"tool_calls": [{"type": "function", "function": {"name": "a", "arguments": {}}}]}]),
     ({"messages": [HI, CALLING, CALLING | {"reasoning_content": "hm"}]}, [HI, CALLING, CALLING | THOUGHTS]),
     ({"conversations": [{"from": "human", "value": "Hi"}, TURN, TURN]}, [HI, CALLING | {"tool_calls": [CALL, CALL]}]),
     (
@@ -189,6 +191,7 @@ MALFORMED = [
     ("[" * 10**5, "not JSON"),
     ({"question": "a", "answer": ["b", "c"]}, "'answer' has 2 texts; it must be one"),
     ({"history": [["a"]], "prompt": "b", "response": "c"}, "'history' must be a list of pairs"),
+    ({"history": [["a", 1]], "prompt": "b", "response": "c"}, "history: 'content' must be a text, it is a int"),
     ({"messages": [HI, HELLO | {"train_detail": [{"begin_offset": 0}]}]}, "an answer has 'train_detail'"),
     ({"messages": [HI, HELLO | {"tokens": [-5]}]}, "messages[1]: 'tokens' must be a list of token ids"),
     ({"prompt": "Hi"}, "neither 'messages' nor 'conversations', nor a question with its answer: it has 'prompt', and"),
@@ -205,6 +208,13 @@ MALFORMED = [
     ),
     (
         {"messages": [HI, CALLING | {"tool_calls": [{"name": "a", "arguments": {"b": "\ud83d"}}]}]},
+        "messages[1]: a tool call holds half a surrogate pair",
+    ),
+    (CHAT | {"id": "\ud83d"}, "its id holds half a surrogate pair"),
+    (CHAT | {"chat_template_kwargs": {"a": "\ud83d"}}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
+    (message(name="\ud83d"), "messages[0] holds half a surrogate pair"),
+    (
+        {"messages": [HI, CALLING | {"tool_calls": [{"name": "\ud83d"}]}]},
         "messages[1]: a tool call holds half a surrogate pair",
     ),
     (CHAT | {"tools": [{"name": "\ud83d"}]}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
@@ -265,7 +275,9 @@ def test_unusable_files(write, name, text, reason):
 
 
 def test_files_of_other_kinds_are_refused_by_what_they_are(tmp_path):
-    for begin, reason in ((b"PK\x03\x04", "a zip archive: unpack it"), (b"ARROW1\0", "an Arrow file: name the folder")):
+    arrow = "an Arrow file: name the folder"
+    kinds = {b"PK\x03\x04": "a zip archive: unpack it", b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it"}
+    for begin, reason in (kinds | {b"ARROW1\0": arrow, b"\xff\xff\xff\xff": arrow}).items():
         (tmp_path / "x.jsonl").write_bytes(begin + b"rest")
         with pytest.raises(CorpusError, match=f"x.jsonl is {reason}"):
             read_conversations(str(tmp_path / "x.jsonl"))

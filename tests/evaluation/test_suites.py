@@ -50,6 +50,8 @@ FORMS = [
     ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
     ({"instruction": "a", "prompt": "### a ### x", "output": "x"}, ["a"]),
     ({"question": "a", "answer": "x"}, ["a"]),
+    ({"prompt": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
+    ({"instruction": "a", "input": "b", "context": "c"}, ["a\n\nb\n\nc"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column

@@ -245,6 +245,16 @@ GLM = (  # an answer ends where the next turn begins
 )
 
 
+THINKS = (  # the prompt opens a thought as the template asks; a finished answer repeats its end alone
+    "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>{% else %}"
+    "{{ '</think>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<think>{% endif %}"
+)
+ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
+OPENS = marked(HEAD + "<think>\n\n{{ message['content'] }}<|im_end|>\n")
+OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
+
+
 def thinks(content: str, thoughts: str) -> dict[str, str]:
     return assistant(content) | thinking(thoughts)
 
@@ -262,6 +272,12 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (R1, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (R1, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (THINKING, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (THINKS, assistant("<think>Two.</think>Yes."), "Two.</think>Yes.<|im_end|>"),
+        (THINKS, assistant("Two.</think>Yes."), "Two.</think>Yes.<|im_end|>"),
+        (ANSWERS_ALONE, assistant("Yes."), "Yes.<|im_end|>"),
+        (OPENS, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
+        (OPENS, assistant("Two and") | CUT, "Two and"),
+        (R1, assistant("<think>Two.</think><b>Yes."), "Two.</think><b>Yes.<|im_end|>"),
         (THINKING, assistant("Two and") | CUT, "Two and"),
         (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
         (GLM, CALLS, 'weather{"city": "Oslo"}'),
@@ -301,6 +317,9 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
         (CHATML.replace(OPEN, ""), chat_of(["b"]), {}, "message 1: .*no generation prompt"),
         (R1, chat_of(["yes</think>no", "no"]), {}, "message 3: .*opens an answer with '<think>"),
         (MISTRAL, [system("Be brief."), *chat_of(["b"])], {}, "the roles system, user: System role not supported"),
+        (THINKS, chat_of(["b"]), {}, "message 1: .*opens an answer with '<think>'"),
+        (OPENS, chat_of(["b"]), {}, "message 1: .*opens a thought that the answer does not close"),
+        (ANSWERS_ALONE, chat_of(["<think>a</think>b"]), {}, "message 1: it has thoughts, and the chat template closes"),
         (LLAMA_2, [user("a"), *chat_of(["b"])], {}, "the roles user, user: roles must alternate"),
     ],
 )
@@ -334,10 +353,12 @@ def test_a_system_message_that_stands_before_the_last_user_alone():
         "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
         "{% else %}{% set rest = messages %}{% endif %}{{ bos_token }}{% for m in rest %}{% if m.role == 'user' %}"
         "[INST]{% if loop.last and system %}{{ system + ' ' }}{% endif %}{{ m.content }}[/INST]{% else %}"
-        "{{ m.content + eos_token }}{% endif %}{% endfor %}"
+        "{{ (m.tool_calls | tojson if m.tool_calls else m.content) + eos_token }}{% endif %}{% endfor %}"
     )
     chat = Chat(tiny_tokenizer(template))
     messages = [system("Be brief."), *chat_of(["four", "five"])]
+    [called] = words(chat, [messages[0], user("Hi"), CALLS])
+    assert called == json.dumps([CALL]) + "<|im_end|>"
     texts = chat.texts(messages)
     assert words(chat, [messages[0], user("Hi"), assistant("Hello.")]) == ["Hello.<|im_end|>"]
     assert words(chat, messages) == ["four<|im_end|>", "five<|im_end|>"]
