@@ -128,9 +128,9 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--draft", default="embedded-hass")
     options = parser.parse_args()
-    draft = Specialists.from_pretrained(options.draft).eval().to(torch.bfloat16)
+    draft = Specialists.from_pretrained(options.draft).eval()
     store = FeatureStore(options.store).select(draft.config.layers)
-    head: EmbedHead = store.embed_head()
+    head: EmbedHead = store.embed_head().to("cpu", torch.float32)
     drafter = Drafter(draft, head, DEPTH, TREE_WIDTH)
     earlier, table = torch.zeros(0, dtype=torch.long), dict[int, int]()
     rounds: dict[str, list[tuple[int, int]]] = {name: [] for name in METHODS}
@@ -139,7 +139,7 @@ def main() -> None:
             if len(answer.tokens) - answer.start < 2:
                 continue
             text = torch.cat([earlier, answer.tokens])
-            successors = head.logits(answer.features).argmax(-1).tolist()
+            successors = head.logits(answer.features.float()).argmax(-1).tolist()
             accepted, whole = drafted(drafter, answer)
             own = looked_up(answer.tokens, 0, answer)
             matches = {

@@ -8,34 +8,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_lightning.corpus.draws import Draw
 from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem
 from poss_lightning.corpus.regular import SIDES, make_regular
+from poss_lightning.corpus.turns import read_message, refuse_half_pairs, unpacked
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.target.template import THOUGHTS, Message, thinking
+from poss_lightning.target.template import THOUGHTS, Message
 
 logger = logging.getLogger(__name__)
 
 _CHATS = ("messages", "conversations", "conversation")
 _ASKED = ("instruction", "prompt", "question", "query", "input")  # fields of a record with one question
 _ANSWERED = ("output", "response", "completion", "answer")
-_CALL = "tool call"
-_ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
-}
-# 0 or false keeps an answer out of the loss; of the others, 1 or true
-_WEIGHTS = ("weight", "loss_weight", "loss", "loss_mask", "compute_loss", "calculate_loss")
-_WEIGHTS += ("train", "training", "trainable", "train_on_turn")
-_MASKS = ("mask", "masked", "is_masked")
-_YES_NO = {"true": 1, "yes": 1, "false": 0, "no": 0}
-_ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _IDS = ("id", "conversation_id", "question_id", "prompt_id")
-_CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
 _BESIDE = (*THOUGHTS, "finish_reason", "stop_reason")  # an answer, in a record of one question
 
 
@@ -116,7 +101,7 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     if not messages:
         return None
     names = [record[key] for key in _IDS if record.get(key) not in (None, "") and record[key] == record[key]]
-    return Conversation(_refuse_half_pairs(str(names[0]), "its id") if names else name, messages, template_of(record))
+    return Conversation(refuse_half_pairs(str(names[0]), "its id") if names else name, messages, template_of(record))
 
 
 # --- records ---
@@ -156,10 +141,10 @@ def system_of(record: dict[str, Any]) -> list[Message]:
 
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
     """The variables that a record gives the chat template; Malformed where they have other types."""
-    given = _unpacked(record.get("chat_template_kwargs") or {})
-    tools = _unpacked(record.get("tools") or record.get("functions")) or []
-    tools = list(map(_unpacked, tools)) if isinstance(tools, list) else tools
-    _refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
+    given = unpacked(record.get("chat_template_kwargs") or {})
+    tools = unpacked(record.get("tools") or record.get("functions")) or []
+    tools = list(map(unpacked, tools)) if isinstance(tools, list) else tools
+    refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
     if not isinstance(given, dict):
         raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -171,7 +156,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     """The turns of a record, and the name of their field."""
     for key in _CHATS:
-        if turns := _unpacked(record.get(key)):
+        if turns := unpacked(record.get(key)):
             if not isinstance(turns, list):
                 raise Malformed(f"{key!r} must be a list, it is a {type(turns).__name__}")
             return turns, key
@@ -215,7 +200,7 @@ def _one(record: dict[str, Any], key: str) -> Any:
 
 def history_of(record: dict[str, Any]) -> list[Message]:
     """Earlier turns, from pairs of question and answer."""
-    pairs = _unpacked(record.get("history") or [])
+    pairs = unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
     turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
@@ -224,127 +209,7 @@ def history_of(record: dict[str, Any]) -> list[Message]:
 
 def as_chat(value: Any) -> list[Any] | None:
     """The turns of a chat, or of its JSON text; None for what is not a chat."""
-    turns = _unpacked(value)
+    turns = unpacked(value)
     if not isinstance(turns, list) or not turns:
         return None
     return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else None
-
-
-def _unpacked(value: Any) -> Any:
-    """The list or object in a JSON text; any other value unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
-
-
-# --- messages ---
-
-
-def read_message(turn: object, where: str) -> Message:
-    """A turn as chat templates take it: role (system, user, assistant or tool) and content, a text.
-
-    Where the turn has them, also an assistant's `tool_calls`; its thoughts, under every name that templates use; a
-    tool's `name` and `tool_call_id`; `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0
-    for one that is kept out of the loss.
-
-    Raises:
-        Malformed: it is not a turn of a chat, or more than text.
-    """
-    if not isinstance(turn, dict):
-        raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
-    said = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
-    if said is None:
-        raise Malformed(f"{where} has no 'role'")
-    role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
-    if role is None:
-        raise Malformed(f"{where}: unknown role {said!r}, known are {', '.join(_ROLES)}")
-    if not {"content", "value", "tool_calls", "function_call"} & turn.keys():
-        raise Malformed(f"{where} has no 'content'")
-    content = _text(next((turn[key] for key in ("content", "value") if turn.get(key) is not None), ""), where)
-    if role == _CALL:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)} | _weight(turn)
-    named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
-    message: Message = {"role": role, "content": content} | _refuse_half_pairs(named, where)
-    if role != "assistant":
-        return message
-    if calls := turn.get("tool_calls") or turn.get("function_call"):
-        message["tool_calls"] = _calls(calls, where)
-    thoughts = next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None)
-    if thoughts and "</think>" not in content:  # else the content has them already
-        message |= thinking(_text(thoughts, where, "thoughts"))
-    if tokens := turn.get("tokens"):
-        if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-            raise Malformed(f"{where}: 'tokens' must be a list of token ids")
-        message["tokens"] = tokens
-    if drawn := turn.get("drawn"):
-        try:
-            message["drawn"] = Draw.of(drawn).values()
-        except ValueError as error:
-            raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
-    if reason := turn.get("finish_reason") or turn.get("stop_reason"):
-        message["finish_reason"] = "length" if str(reason).lower() in _CUT else reason
-    return message | _weight(turn)
-
-
-def _weight(turn: dict[str, Any]) -> Message:
-    if turn.get("train_detail"):
-        raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
-    trained, masked = (
-        [_yes(turn, key) for key in keys if turn.get(key) not in (None, "") and turn[key] == turn[key]]
-        for keys in (_WEIGHTS, _MASKS)
-    )
-    return {"weight": 0} if any(masked) or not all(trained) else {}
-
-
-def _yes(turn: dict[str, Any], key: str) -> bool:
-    said = str(turn[key]).strip().lower()
-    try:
-        number = float(_YES_NO.get(said, said))
-    except ValueError:
-        number = -1.0
-    if number not in (0, 1):
-        raise Malformed(f"an answer's {key!r} is {turn[key]!r}; it must be 0 or 1: answers count whole or not at all")
-    return number == 1
-
-
-def _text(content: Any, where: str, name: str = "content") -> str:
-    """A text, or the concatenated texts of its parts."""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-        if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
-            raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
-        texts: list[Any] = [part.get("text", part.get("content")) for part in parts]
-        if odd := next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None):
-            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd))}")
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
-    return _refuse_half_pairs(content, f"{where}: {name!r}")
-
-
-def _refuse_half_pairs(said: Any, what: str) -> Any:
-    """A value without half a surrogate pair in any of its texts."""
-    try:
-        (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)).encode()
-    except UnicodeEncodeError as error:
-        raise Malformed(f"{what} holds half a surrogate pair, which is not text") from error
-    return said
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls as chat templates take them, with arguments as objects."""
-    calls, found = _unpacked(calls), []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
-        key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
-        if key is None and (other := function.keys() - {"name", "id", "type", "index", *_ARGUMENTS}):
-            raise Malformed(f"{where}: a tool call has {sorted(other)}, and its arguments in none of {_ARGUMENTS}")
-        arguments = _unpacked(function[key]) if key else {}
-        named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return _refuse_half_pairs(found, f"{where}: a tool call")

@@ -61,12 +61,17 @@ class RoundStatistics:
         return max(self.tokens / self.plain_steps, 1) / self.costs.verify[1]
 
     @property
+    def without_draft(self) -> float:
+        """Tokens per plain step of lookups alone, as far as expected; at least plain decoding's."""
+        return max(1.0, float(self.alone[1] / self.alone[2].clamp(min=1e-9)))
+
+    @property
     def worthwhile(self) -> bool:
         """Whether drafting has brought about as much as plain decoding would, or lookups alone.
 
         What is forgotten counts as if it had brought that much.
         """
-        alone = max(1.0, float(self.alone[1] / self.alone[2].clamp(min=1e-9)))
+        alone = self.without_draft
         drafting = float(self.drafted[1] + (HOPE * self.guess + self.undrafted[2]) * alone)
         return drafting >= WORTHWHILE * alone * self.plain_steps
 
@@ -104,7 +109,9 @@ class RoundStatistics:
     def why_plain(self) -> str:
         """What a round with drafting cost and brought lately, where decoding without a draft is faster."""
         rounds, tokens, plain_steps = self.drafted.tolist()
+        needed = self.without_draft * plain_steps / rounds
         return (
             "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
             f"{plain_steps / rounds:.2f} tokens of plain decoding, and gave {tokens / rounds:.2f} tokens"
+            + (f", where lookups alone give {needed:.2f}" if needed > plain_steps / rounds else "")
         )

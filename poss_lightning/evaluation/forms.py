@@ -72,10 +72,8 @@ def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
     """The field that has the question, and its value."""
     for name in (field,) if field else _FIELDS:
         value = record.get(name)
-        if name == "prompt" and not field and record.get("instruction"):
-            continue  # the prompt is then the whole text that is made of it
-        if name == "prompt" and not field and isinstance(value, str) and value:
-            break  # a text, which more may stand beside
+        if name == "prompt" and not field and (record.get("instruction") or (value and isinstance(value, str))):
+            break  # more may stand beside the text; beside an instruction, the prompt is what was made of both
         if value is not None and (value or name not in _CHATS):
             return name, value
     key, value = ("", None) if field else readers.question_of(record)

@@ -1,6 +1,5 @@
 """Chat: conversations -> token ids, the spans that the assistant wrote, and the tokens that stop it."""
 
-import logging
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -8,10 +7,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from poss_lightning.target.spelling import Spelling, any_of
+from poss_lightning.target.spelling import Spelling
+from poss_lightning.target.stops import find_stops
 from poss_lightning.target.template import MARK, OTHER_MARK, THOUGHTS, Message, Template, Variables, thinking
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class Chat:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer (tokenizer.json)")
         self._tokenizer, self.template = tokenizer, Template(tokenizer, variables)
-        stops = _stops(tokenizer, generation_config)
-        self.stops = stops | _turn_ends(tokenizer, self.template, stops)
+        self.stops = find_stops(tokenizer, generation_config, self.template)
         self._stop_texts = tuple(text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text)
         self._spelling = Spelling(tokenizer, self._stop_texts)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -332,19 +329,3 @@ def _after(opened: str, content: str) -> str:
     """What a content adds to `opened`, with which its prompt ends, if the content repeats that."""
     opened, start = opened.strip(), content.lstrip()
     return start.removeprefix(opened).lstrip() if opened and start.startswith(opened) else content
-
-
-def _stops(tokenizer: PreTrainedTokenizerFast, generation_config: GenerationConfig | None) -> frozenset[int]:
-    ids = getattr(generation_config, "eos_token_id", None)
-    ids = ids if isinstance(ids, list) else [ids]
-    return frozenset(token for token in (*ids, tokenizer.eos_token_id) if isinstance(token, int))
-
-
-def _turn_ends(tokenizer: PreTrainedTokenizerFast, template: Template, stops: frozenset[int]) -> frozenset[int]:
-    """The token that the template writes after every answer, whether the chat continues or not, if there is one."""
-    known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
-    added = any_of(known)
-    ends = [found[0] if (found := added.match(tail.lstrip())) else "" for tail in template.after_answers()]
-    if ends and not ends[0] and ends[1] and known[ends[1]] not in stops:
-        logger.warning("%s stands after an answer where the chat continues, and is not a stop token", ends[1])
-    return frozenset(known[end] for end in ends) if len({*ends}) == 1 and "" not in ends else frozenset()

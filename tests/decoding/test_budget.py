@@ -275,6 +275,14 @@ def test_it_says_why_it_gave_up_drafting(kind):
         assert needed == round((DEPTH * 20 + dear.costs.verify[6]) / dear.costs.verify[1], 2)
 
 
+def test_it_says_where_lookups_alone_are_faster():
+    """Compared with plain decoding, rounds with this draft pay."""
+    budget = PerRound(DEPTH, NODES, costs(3.0, 0.2), Calibration(CPU), lookup=DEPTH)
+    play_with_lookups(budget, budget.costs, 200, (0.1, 0.9))
+    needed, brought, alone = map(float, re.findall(r"\d+\.\d+", budget.statistics.why_plain()))
+    assert alone > brought > needed
+
+
 def test_rows_that_are_finished_do_not_count():
     unlikely, likely = torch.full((1, 3), -5.0), torch.full((1, 3), -0.1)
     for other in (unlikely, likely):
