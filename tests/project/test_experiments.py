@@ -1,7 +1,7 @@
 """The committed experiments: their records are what their settings ask for, and of the drafts that are shipped."""
 
-import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,7 @@ def test_experiments_stay_small():
 
 def test_no_prompt_of_our_suites_is_in_the_training_text():
     asked = {turn for question in read_suites() for turn in question.turns}
-    with gzip.open(EXPERIMENTS / "data" / "varied.jsonl.gz", "rt", encoding="utf-8") as lines:
+    with lzma.open(EXPERIMENTS / "data" / "varied.jsonl.xz", "rt", encoding="utf-8") as lines:
         trained = {message["content"] for line in lines for message in json.loads(line)["messages"]}
     assert trained and not asked & trained
 
