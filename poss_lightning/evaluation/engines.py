@@ -1,7 +1,7 @@
 """Rounds as other engines report them, as records: `poss compare FILE` shows their acceptance.
 
-Two forms are known: vLLM's responses (`--per-request-spec-decode-metrics`) and AIPerf's profile_export.jsonl
-(`--export-level records`).
+Three forms are known: vLLM's responses (`--per-request-spec-decode-metrics`), SGLang's, and AIPerf's
+profile_export.jsonl (`--export-level records`).
 """
 
 import random
@@ -9,11 +9,12 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-AIPERF, VLLM = ("spec_decode_acceptance",), ("metrics", "speculative_decoding")  # the path to an answer's rounds
-MARKS = {"spec_decode_acceptance", "metrics", "metadata", "choices", "meta_info"}  # an engine's object has one of these
+PATHS = ("metrics", "speculative_decoding"), ("meta_info",), ("spec_decode_acceptance",)  # to an answer's rounds
+MARKS = {"metadata", "choices"} | {path[0] for path in PATHS}  # an engine's object has one of these
+HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
 HOW = (
-    "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, or AIPerf's "
-    "profile_export.jsonl of --export-level records"
+    "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
+    "with spec_correct_drafts_histogram, or AIPerf's profile_export.jsonl of --export-level records"
 )
 
 MOST = 1024  # accepted tokens of a round
@@ -36,26 +37,28 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
         return []
     found = []
     for number, (place, values) in enumerate(objects, 1):
-        rounds: Any = values
-        for key in AIPERF if AIPERF[0] in values else VLLM:
-            rounds = rounds.get(key) if isinstance(rounds, dict) else None
-        if rounds:
-            metadata = values.get("metadata")
-            known = metadata if isinstance(metadata, dict) else {}
-            found.append((place, _fields(known, _accepted(place, rounds), number, file.stem)))
+        for path in PATHS:
+            rounds: Any = values
+            for key in path:
+                rounds = rounds.get(key) if isinstance(rounds, dict) else None
+            if rounds and (accepted := _accepted(place, rounds)):
+                request = values.get("metadata")
+                found.append((place, _fields(request if isinstance(request, dict) else {}, accepted, number, file.stem)))
+                break
     if not found:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return found
 
 
-def _fields(metadata: dict[str, Any], accepted: list[int], number: int, name: str) -> dict[str, Any]:
+def _fields(request: dict[str, Any], accepted: list[int], number: int, name: str) -> dict[str, Any]:
+    """A record's fields; AIPerf says which request an answer is of, as lines may stand in order of completion."""
     total = 1 + sum(accepted) + len(accepted)
     return {
-        "suite": str(metadata.get("suite") or "requests"),
-        "id": metadata.get("id") or number,
-        "turn": metadata.get("turn") or 0,
-        "method": str(metadata.get("method") or f"{name} (engine)"),
-        "repeat": metadata.get("repeat") or 0,
+        "suite": "requests",
+        "id": request.get("session_num", number),
+        "turn": request.get("turn_index") or 0,
+        "method": f"{name} (engine)",
+        "repeat": 0,
         "seed": 0,
         "prompt_tokens": 0,
         "new_tokens": total,
@@ -67,26 +70,26 @@ def _fields(metadata: dict[str, Any], accepted: list[int], number: int, name: st
 
 
 def _accepted(place: str, found: Any) -> list[int]:
-    """Accepted tokens per round."""
+    """Accepted tokens per round; [] where nothing was drafted."""
     if not isinstance(found, dict):
         raise ValueError(f"{place}: {reprlib.repr(found)} says nothing of rounds: {HOW}")
-    counts, rounds = found.get("acceptance_histogram"), found.get("per_step_accepted")
+    counts, rounds = next((found[name] for name in HISTOGRAMS if name in found), None), found.get("per_step_accepted")
     try:
         if not rounds:
             pairs = counts.items() if isinstance(counts, dict) else enumerate(counts or ())
             times = {int(accepted): int(count) for accepted, count in pairs}
-            if min(times.values()) < 0:
+            if min(times.values(), default=0) < 0:
                 raise ValueError("a negative number of rounds")
             rounds = [accepted for accepted, count in times.items() for _ in range(count)]
             random.Random(0).shuffle(rounds)
         rounds = [int(accepted) for accepted in rounds]
-        if not 0 <= min(rounds) <= max(rounds) <= MOST:
+        if not all(0 <= accepted <= MOST for accepted in rounds):
             raise ValueError("not a number of accepted tokens")
     except (TypeError, ValueError):
-        name, value = ("acceptance_histogram", counts) if counts else ("per_step_accepted", rounds)
+        name, value = ("its histogram", counts) if counts else ("per_step_accepted", rounds)
         raise ValueError(
-            f"{place}: {name} is {reprlib.repr(value)}; acceptance_histogram must list how many rounds accepted "
-            "0, 1, … tokens, or be an object of these by numbers of accepted tokens; per_step_accepted lists these "
-            f"numbers, {MOST} at most"
+            f"{place}: {name} is {reprlib.repr(value)}; a histogram must list how many rounds accepted 0, 1, … tokens, "
+            "or be an object of these by numbers of accepted tokens; per_step_accepted lists these numbers, "
+            f"{MOST} at most"
         ) from None
     return rounds

@@ -258,7 +258,7 @@ def _unpacked(path: Path) -> list[Source]:
         lines = list(_read_objects(file))
         if file.name not in NAMES:
             lines = engine_records(lines, file) or lines
-        records = [_record(place, values) for place, values in lines]
+        records = [_record(place, values, "" if file.name in NAMES else f"; {HOW}") for place, values in lines]
         if not records:
             raise ValueError(f"{file} holds no records; `poss benchmark` writes one per line")
         sources.append(Source(file.parent, records, run))
@@ -293,14 +293,14 @@ def _read_objects(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, values
 
 
-def _record(place: str, values: dict[str, Any]) -> Record:
-    """A record of these fields; unknown ones are ignored."""
+def _record(place: str, values: dict[str, Any], hint: str = "") -> Record:
+    """A record of these fields; unknown ones are ignored. An error ends with the hint."""
     if "method" in values:
         values = values | {"method": EARLIER.get(str(values["method"]), values["method"])}
     try:
         return Record(**values)
     except ValidationError as error:
-        raise ValueError(f"{place}: {_explain(error)}") from None
+        raise ValueError(f"{place}: {_explain(error)}{hint}") from None
 
 
 def _explain(error: ValidationError) -> str:

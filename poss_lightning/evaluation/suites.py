@@ -109,6 +109,7 @@ def _load(source: str, limit: int | None, strict: bool) -> Iterator[Suite]:
     for path in _files(place):
         rows = ((f"{path}:{number}", number, record) for number, record in file_records(path))
         name = Path(path.name.removesuffix(".gz")).stem
+        name = path.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 

@@ -21,8 +21,14 @@ def vllm(rounds: list[int], detailed: bool = True) -> dict:
 def aiperf(rounds: list[int]) -> dict:
     """A line of AIPerf's profile_export.jsonl."""
     counts = {str(accepted): times for accepted, times in Counter(rounds).items()}
-    metadata = {"suite": "chat", "id": "seven", "method": "poss2"}
+    metadata = {"session_num": sum(rounds), "conversation_id": "conv_7", "turn_index": 1}
     return {"metadata": metadata, "spec_decode_acceptance": {"acceptance_histogram": counts}}
+
+
+def sglang(rounds: list[int], name: str = "spec_correct_drafts_histogram") -> dict:
+    """A response of SGLang's /generate."""
+    counts = [rounds.count(accepted) for accepted in range(4)]
+    return {"text": "so", "meta_info": {"spec_verify_ct": len(rounds), name: counts}}
 
 
 def lines(answers: list[dict]) -> str:
@@ -34,9 +40,12 @@ FORMS = {
     "detailed": lines(ANSWERS),
     "histograms": lines([vllm(rounds, False) for rounds in ROUNDS]),
     "AIPerf": lines([aiperf(rounds) for rounds in ROUNDS]),
+    "SGLang": lines([sglang(rounds) for rounds in ROUNDS]),
+    "SGLang's earlier name": lines([sglang(rounds, "spec_accept_histogram") for rounds in ROUNDS]),
     "an array": json.dumps(ANSWERS),
     "a byte order mark, blank lines, CRLF": "\ufeff" + lines(ANSWERS).replace("\n", "\r\n\r\n"),
     "a request that failed": lines([ANSWERS[0], {"metrics": None, "choices": []}, *ANSWERS[1:]]),
+    "an answer without drafts": lines([vllm([], False), vllm([]), *ANSWERS]),
 }
 
 
@@ -45,10 +54,9 @@ def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
     (tmp_path / "served.jsonl").write_text(FORMS[form], encoding="utf-8", newline="")
     records = read_records(tmp_path / "served.jsonl")
     assert [Counter(record.accepted) for record in records] == [Counter(rounds) for rounds in ROUNDS]
-    assert form in ("histograms", "AIPerf") or [record.accepted for record in records] == ROUNDS
-    assert {(r.suite, r.method) for r in records} == {
-        ("chat", "poss2") if form == "AIPerf" else ("requests", "served (engine)")
-    }
+    assert "AIPerf" not in form or [(r.id, r.turn) for r in records] == [(sum(rounds), 1) for rounds in ROUNDS]
+    assert any(kind in form for kind in ("histograms", "AIPerf", "SGLang")) or [r.accepted for r in records] == ROUNDS
+    assert {(r.suite, r.method) for r in records} == {("requests", "served (engine)")}
 
 
 PROMETHEUS = "# HELP vllm:spec_decode_num_drafts_total Number.\n"
@@ -64,9 +72,10 @@ SGLANG = {"text": "so", "meta_info": {"spec_verify_ct": 20, "completion_tokens":
         (lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": [-1]}}}]), r"is \[-1\]"),
         (
             lines([vllm([1]) | {"metrics": {"speculative_decoding": {"acceptance_histogram": "x"}}}]),
-            "is 'x'; acceptance_histogram must",
+            "is 'x'; a histogram must",
         ),
-        (lines([{"no": "record"}]), "lacks accepted"),
+        (lines([vllm([], False)]), "no answer says what each round accepted"),
+        (lines([{"spec_accept_length": 2.4}]), "lacks accepted, .* --per-request-spec-decode-metrics detailed"),
         (lines([{"spec_decode_acceptance": {"per_step_accepted": [3, 2 * 10**8]}}]), "numbers, 1024 at most"),
         (lines([{"spec_decode_acceptance": [3, 2, 1]}]), r"line 1: \[3, 2, 1\] says nothing of rounds"),
         ("[1]", "is not a JSON object"),
