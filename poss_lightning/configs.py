@@ -113,7 +113,8 @@ def explain_option(
     """
     text = str(error)
     if not (match := OPTION.search(text)):
-        return error
+        several = "unrecognized arguments: " in text
+        return ArgumentError(None, f"{text}; several values of an option are given as [a,b]") if several else error
     option, cause = match[1], _first_cause(error)
     if option in known and "unrecognized arguments" in text:
         return ArgumentError(None, f"{option} is given by its place, without --{option}: see the usage")

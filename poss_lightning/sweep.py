@@ -9,11 +9,10 @@ NAME/
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -31,7 +30,7 @@ from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.terminal import is_user_error
-from poss_lightning.work import Work
+from poss_lightning.work import Work, flat
 
 SETTINGS = "sweep.yaml"
 
@@ -81,11 +80,18 @@ class Sweep:
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; name none twice")
         check_method_names(self.choices)
+        common = flat(self.fit or {})
         for name, options in {"fit": self.fit, **self.choices}.items():
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
+            own = common if options is self.fit else flat(options or {})
             for file in files:
-                find_config(str(file))
+                given = flat(read_config(find_config(str(file)))).items()
+                if lost := [key for key, value in given if key not in own and common.get(key, value) != value]:
+                    raise ValueError(
+                        f"{file} of {name} sets {', '.join(lost)}, but so does fit, which comes after it: move that "
+                        "from fit to the choices"
+                    )
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
@@ -94,11 +100,11 @@ class Sweep:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
     def cells(self, experiment: Path) -> list[PlannedCell]:
-        """Every choice of the first seed, then of the second, and so on."""
+        """Every choice of the first seed, then of the second, and so on; see `_order`."""
         packed = {cell.key: cell for cell in packed_cells(experiment)}
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
-        for seed, choice in product(map(int, self.seeds), self.choices):
+        for seed, choice in self._order():
             given = (self.fit, self.choices[choice], getattr(self, measure))
             common, special, options = (_with_seed(each or {}, seed) for each in given)
             configs = [*common.pop("config", []), *special.pop("config", [])]
@@ -106,6 +112,13 @@ class Sweep:
             folder = experiment / FOLDERS / choice / f"seed-{seed}"
             cells.append(PlannedCell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
         return cells
+
+    def _order(self) -> Iterator[tuple[int, str]]:
+        """Seeds and choices. Each seed begins one choice later, so that no shard, and so no machine, has one alone."""
+        choices = list(self.choices)
+        for number, seed in enumerate(map(int, self.seeds)):
+            first = number % len(choices)
+            yield from ((seed, choice) for choice in choices[first:] + choices[:first])
 
 
 def _with_seed(options: Any, seed: int) -> Any:

@@ -198,6 +198,7 @@ def test_shards_share_the_trainings_out(experiment):
     cells = Sweep.load(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
+    assert all({cell.choice for cell in _share(cells, f"{i}/2")} == {"one", "two"} for i in (1, 2))
     for wrong in ("0/2", "3/2", "half", "1/0"):
         with pytest.raises(ValueError, match="it must be i/n"):
             _share(cells, wrong)
@@ -318,7 +319,7 @@ def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, store, 
     (tmp_path / "cells.jsonl").write_text(packed.replace(line["inputs"][store], "another", 1))
     sweep(experiment())  # these are still compared, with a warning
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: not comparable: these trainings had 2 different {public_name(store)}" in printed
+    assert f"WARNING: not comparable: these records had 2 different {public_name(store)}" in printed
 
 
 def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experiment, tmp_path, commands):
@@ -409,6 +410,10 @@ BAD = [
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
     ({"choices": {"one": {"config": ["labb.yaml"]}}}, "conf/labb.yaml is neither"),
+    (
+        {"fit": {"model": {"depth": 6}}, "choices": {"eagle": {"config": ["draft/eagle.yaml"]}}},
+        r"draft/eagle.yaml of eagle sets model.depth, but so does fit",
+    ),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
 ]

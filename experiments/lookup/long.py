@@ -1,6 +1,6 @@
 """Questions about long texts: pages of docs/, cut to so many words, each with two questions.
 
-    python experiments/lookup/long.py runs/long.jsonl
+python experiments/lookup/long.py runs/long.jsonl
 """
 
 import json

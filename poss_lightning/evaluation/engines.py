@@ -42,8 +42,8 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
             for key in path:
                 rounds = rounds.get(key) if isinstance(rounds, dict) else None
             if rounds and (accepted := _accepted(place, rounds)):
-                request = values.get("metadata")
-                found.append((place, _fields(request if isinstance(request, dict) else {}, accepted, number, file.stem)))
+                request = values["metadata"] if isinstance(values.get("metadata"), dict) else {}
+                found.append((place, _fields(request, accepted, number, file.stem)))
                 break
     if not found:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")

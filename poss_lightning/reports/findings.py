@@ -113,13 +113,16 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
     is_auto = any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values())
     answers = _choose_answers(trainings)
-    scope = SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE
+    notes = [SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE]
+    seeds = set(next((row.seeds for row in rows if row.method == reference), ()))
+    if notes == [SEEDS] and (few := {row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1}):
+        notes.append(f"One training alone compares with {reference}'s, so for other prompts: {', '.join(sorted(few))}.")
     return Findings(
         rows=rows,
         baseline=baseline if any("speed_up" in row.values for row in rows) else None,
         reference=reference,
         speed="speed_up" if cells else "tokens_per_second",
-        notes=[*not_comparable(sources), scope, *([AUTO] if is_auto else [])],
+        notes=[*not_comparable(sources), *notes, *([AUTO] if is_auto else [])],
         answers=answers,
         shown=answers,
         costs={
@@ -153,14 +156,21 @@ def _by_temperature(sources: Iterable[Source]) -> dict[float, list[Source]]:
 
 
 def not_comparable(sources: Iterable[Source]) -> list[str]:
-    """A warning for each input (store, start, config) that differs between trainings."""
-    digests: dict[str, set[str]] = {}
+    """A warning for each input (store, start, config), and each circumstance of a measurement, that differs."""
+    seen: dict[str, set[str]] = {}
     for source in sources:
-        for name, digest in source.inputs.items():
-            digests.setdefault(name, set()).add(str(digest))
+        run = source.run or {}
+        options, is_timed = as_object(run.get("config")), any(record.seconds for record in source.records)
+        facts = {public_name(name): digest for name, digest in source.inputs.items()} | {"dtype": options.get("dtype")}
+        if is_timed:
+            facts |= {"max_new_tokens": options.get("max_new_tokens")}
+            facts |= {name: run.get(name) for name in ("machine", "device")}
+        for name, value in facts.items():
+            if value is not None:
+                seen.setdefault(name, set()).add(str(value))
     return [
-        f"WARNING: not comparable: these trainings had {len(different)} different {public_name(name)}"
-        for name, different in digests.items()
+        f"WARNING: not comparable: these records had {len(different)} different {name}"
+        for name, different in seen.items()
         if len(different) > 1
     ]
 

@@ -46,7 +46,9 @@ def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     tables["pos-acc by position, %"] = _positions(drafted)
     if reference:
         tables[f"pos-acc by position, % − {reference}"] = _positions([row for row in drafted if row.gains], gains=True)
-    tables |= length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
+    one = " (one training)" if any(len(row.seeds) > 1 for row in drafted) else ""
+    lengths = length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
+    tables |= {title + one: table for title, table in lengths.items()}
     tables["What drafting costs on this machine"] = _costs(found)
     return {title: table for title, table in tables.items() if len(table) and len(table.columns) > 1}
 

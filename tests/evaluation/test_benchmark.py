@@ -287,6 +287,15 @@ def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
     assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn
 
 
+def test_a_conversation_ends_after_an_answer_that_no_text_says(target, tmp_path, caplog):
+    """Its special tokens would be missing, and what stands between them would be run together."""
+    loop, asked = fixed_run(target, tmp_path, f"so {target.tokenizer.all_special_tokens[0]} it is", "b", "c")
+    loop.decode([Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])], 8, repeats=1)
+    assert len(asked) == 3 + 6 and [log.message for log in caplog.records] == [
+        "question 1 of s ends after turn 0: its answer has special tokens, so no text says it"
+    ]
+
+
 def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
     loop, asked = fixed_run(target, tmp_path, "a", "b", "c")
     loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)], 8, repeats=2)

@@ -122,13 +122,27 @@ def test_sized_trees_are_noted(tmp_path, tree):
     assert any("sized by their cost" in note for note in find(tmp_path).notes) == (tree == "auto")
 
 
-def test_trainings_of_different_inputs_are_not_comparable(tmp_path, capsys):
+def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_path, capsys):
     for seed, digest in ((0, "aa"), (1, "bb")):
         rows = [vars(record) for record in make_records(methods=("eagle",), seed=seed)]
-        pack(tmp_path, "eagle", seed, {"inputs": {"/home/me/store": digest, "base.yaml": "cc"}}, rows)
+        run = {"config": {"dtype": ("float32", "bfloat16")[seed], "max_new_tokens": 8}, "machine": f"machine {seed}"}
+        pack(tmp_path, "eagle", seed, {"inputs": {"/home/me/store": digest, "base.yaml": "cc"}, "run": run}, rows)
     print_findings(find(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
-    assert "WARNING: not comparable: these trainings had 2 different store" in said and "base.yaml" not in said
+    assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
+    assert "base.yaml" not in said and "max_new_tokens" not in said
+
+
+def test_a_choice_that_shares_one_training_with_the_reference_is_named(tmp_path):
+    for method, seeds in {"hass": (0, 1), "poss-1": (0, 1), "poss-2": (1,)}.items():
+        for seed in seeds:
+            pack(tmp_path, method, seed, {}, [vars(record) for record in make_records(methods=(method,), seed=seed)])
+    found = find(tmp_path, reference="hass")
+    assert [note for note in found.notes if "One training alone" in note] == [
+        "One training alone compares with hass's, so for other prompts: poss-2."
+    ]
+    titles = all_tables(found)
+    assert not any("output position" in title for title in titles) or any("(one training)" in title for title in titles)
 
 
 # --- temperatures ---
