@@ -368,7 +368,7 @@ HOPELESS = [
     ({"replay": {"store": "OTHER"}}, "other is of another target than the draft: "),
     ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a .jsonl file"),
     ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold plain"),
-    ({"fit": {"config": ["BROKEN"]}}, "one, seed 0: .*broken.yaml is not valid YAML, line 1"),
+    ({"fit": {"config": ["BROKEN"]}}, "broken.yaml is not valid YAML, line 1"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),
@@ -385,7 +385,7 @@ def test_what_would_fail_is_refused_before_anything_is_trained(experiment, tmp_p
         given = given.replace(f'"{name}"', json.dumps(place))
     with pytest.raises(ValueError, match=words) as error:
         sweep(experiment(**json.loads(given)))
-    assert str(error.value).startswith(f"{tmp_path / 'sweep.yaml'}: ")
+    assert str(error.value).startswith(str(tmp_path / "sweep.yaml"))
     assert not (tmp_path / "cells").exists()
 
 

@@ -13,9 +13,8 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -23,11 +22,10 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.noise import Noise
-from poss_lightning.decoding.trees import Tree, ancestor_mask
-from poss_lightning.decoding.verification import Verdict, judge
+from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance_rates, table
@@ -39,11 +37,11 @@ from poss_lightning.evaluation.provenance import (
     write_run,
 )
 from poss_lightning.evaluation.records import NAMES, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
-from poss_lightning.evaluation.schedules import FREE, SCHEDULES, Pearl, RoundSchedule, read_costs
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
+from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.files import atomic, check_folder
+from poss_lightning.files import atomic, check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling, TokenSampler
@@ -51,6 +49,7 @@ from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
+ROWS = 16  # answers that are replayed side by side
 UNKNOWN = -2  # the token after the end of an answer: no draft proposes it
 
 
@@ -63,7 +62,6 @@ def replay(
     depth: Position | None = None,
     nodes: Nodes = 60,
     tree_width: TreeWidth = 10,
-    schedules: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -82,9 +80,6 @@ def replay(
         depth: draft positions K; each draft's own (the sum of its allocation) by default.
         nodes: nodes of a tree, root included.
         tree_width: children tried per node; 1 drafts chains.
-        schedules: run.json of a `poss benchmark` on this machine with drafts of the same names and `--tree auto`. Then
-            schedules of other papers are replayed too, as methods NAME+tetris and so on, whose records have seconds
-            computed from its costs (docs/schedules.md).
         dtype: what the drafts compute in, whatever the store has: auto (what this device multiplies fastest),
             bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
@@ -105,41 +100,51 @@ def replay(
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
-    costs = {} if schedules is None else read_costs(Path(schedules), config, described)
-    planned = {name: _plan(name, facts, costs.get(name)) for name, facts in described.items()}
-    methods = {method: described[name] for name, own in planned.items() for method in own}
-    trainings = {method: describe_training(drafts[name]) for name, own in planned.items() for method in own}
-    check_settings(folder, {name: config[name] for name in ("store", "dtype", "fingerprint", "schedules")}, methods)
+    methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
+    settings = {name: config[name] for name in ("store", "dtype", "fingerprint")}
+    check_settings(folder, settings, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
-        records, printed = [], []
+        work.claim(settings | {"manifest": sha256(Path(store) / MANIFEST), "methods": methods})
+        found = {}
         for name, draft in loaded.items():
-            stored = _read_answers(features, draft, embed_head)
-            answers = [answer for *_, answer in stored]
-            if not records:
-                config |= sampling_settings(answers)
-                if warning := describe_mismatch(answers):
-                    logger.warning("%s: %s", store, warning)
-            if warning := warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features))):
+            if (receipt := work.receipt(name)) is None:
+                receipt = _measure(name, draft, features, embed_head, methods[name])
+                work.write_receipt(name, receipt)
+            found[name] = receipt
+            for warning in receipt["warnings"]:
                 logger.warning("%s: %s", store, warning)
-            drafter = make_drafter(draft, embed_head, described[name]["depth"], tree_width)
-            for method, schedule in planned[name].items():
-                rounds = _replay_all(drafter, answers, schedule, f"replay {method}")
-                records += [_record(method, *each, own) for each, own in zip(stored, rounds, strict=True)]
-                if isinstance(schedule, Pearl):
-                    printed.append(f"{method}: what was assumed came true in {_share(rounds)} of the rounds")
-            if config["temperature"]:
-                width = described[name]["tree_width"]
-                counts = sorted({1, min(4, width), width})
-                rates = acceptance_rates(draft, embed_head, answers, described[name]["depth"], counts)
-                printed.append(f"{name}: how often one of n children is the next token\n{table(rates, counts)}")
+        lines = [line for receipt in found.values() for line in receipt["records"]]
+        config |= next(iter(found.values()))["sampling"]
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
-        facts |= {"costs": {name: own._asdict() for name, own in costs.items()}} if costs else {}
-        write_run(folder, facts | {"trainings": trainings})
+        write_run(folder, facts | {"trainings": {name: describe_training(source) for name, source in drafts.items()}})
         with atomic(folder / NAMES[1]) as path:
-            path.write_bytes(gzip.compress("".join(f"{to_line(record)}\n" for record in records).encode(), 9, mtime=0))
+            path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
         work.clear()
-    print("\n\n".join([*printed, f"{out}: {len(records)} records of {len(methods)} methods"]))
+    printed = [receipt["printed"] for receipt in found.values() if receipt["printed"]]
+    print("\n\n".join([*printed, f"{out}: {len(lines)} records of {len(methods)} methods"]))
+
+
+def _measure(
+    name: str, draft: Specialists, store: FeatureStore, embed_head: EmbedHead, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """The records of a draft, what to print of it, how answers were drawn, and what to be warned of."""
+    depth, nodes, width = facts["depth"], facts["nodes"], facts["tree_width"]
+    stored = _read_answers(store, draft, embed_head)
+    answers = [answer for *_, answer in stored]
+    rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
+    sampling, printed = sampling_settings(answers), ""
+    if sampling["temperature"]:
+        counts = sorted({1, min(4, width), width})
+        rates = acceptance_rates(draft, embed_head, answers, depth, counts)
+        printed = f"{name}: how often one of n children is the next token\n{table(rates, counts)}"
+    warnings = describe_mismatch(answers), warn_of_training(f"draft {name}", draft.trained_on, store, range(len(store)))
+    return {
+        "records": [to_line(_record(name, *each, own)) for each, own in zip(stored, rounds, strict=True)],
+        "printed": printed,
+        "sampling": sampling,
+        "warnings": [warning for warning in warnings if warning],
+    }
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
@@ -147,13 +152,6 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
     return draft
-
-
-def _plan(name: str, facts: dict[str, Any], costs: Costs | None) -> dict[str, RoundSchedule]:
-    """A draft's methods, each with its schedule: those of other papers only where costs are known."""
-    kinds = SCHEDULES if costs else {"": RoundSchedule}
-    sizes = facts["depth"], facts["nodes"], costs or FREE
-    return {f"{name}+{kind}" if kind else name: schedule(*sizes) for kind, schedule in kinds.items()}
 
 
 def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
@@ -204,37 +202,27 @@ def replay_rounds(
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
     drafter = make_drafter(draft, embed_head, depth, tree_width)
     answers = [answer for own in by_sample for answer in own]
-    replayed = iter(_replay_all(drafter, answers, RoundSchedule(depth, nodes)))
-    return [[next(replayed).accepted for _ in own] for own in by_sample]
+    replayed = iter(_replay_all(drafter, answers, nodes))
+    return [[next(replayed) for _ in own] for own in by_sample]
 
 
-class Replayed(NamedTuple):
-    """The rounds of an answer."""
-
-    accepted: list[int]  # drafted tokens, per round
-    seconds: list[float]
-    came_true: list[bool]  # whether the schedule's assumption was right
-
-
-def _replay_all(
-    drafter: Drafter, answers: list[Answer], schedule: RoundSchedule, title: str | None = None
-) -> list[Replayed]:
-    """The rounds of every answer, those of about the same length side by side; a title shows a bar."""
+def _replay_all(drafter: Drafter, answers: list[Answer], nodes: int, title: str | None = None) -> list[list[int]]:
+    """What each round of every answer accepts; those of about the same length side by side. A title shows a bar."""
     alike: dict[Sampling, list[int]] = {}
     for i in sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start):
         alike.setdefault(answers[i].sampling, []).append(i)
-    rounds, rows = {}, schedule.rows
+    rounds = {}
     with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None) as bar:
-        for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
-            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], schedule), strict=True))
+        for places in (group[i : i + ROWS] for group in alike.values() for i in range(0, len(group), ROWS)):
+            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
             bar.update(len(places))
     return [rounds[i] for i in range(len(answers))]
 
 
 @torch.inference_mode()
-def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) -> list[Replayed]:
-    """The rounds of B answers side by side."""
-    weight, depth = drafter.draft.fc.weight, drafter.depth
+def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[int]]:
+    """What each round of B answers accepts, side by side."""
+    weight, depth, budget = drafter.draft.fc.weight, drafter.depth, Fixed(drafter.depth, nodes)
     device = weight.device
     lengths = torch.tensor([len(answer.tokens) for answer in answers], device=device)
     capacity = int(lengths.max()) + depth + 1
@@ -250,34 +238,27 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) ->
     sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
     seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
     sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
-    rounds = [Replayed([], [], []) for _ in answers]
-    schedule.begin(len(answers))
+    rounds: list[list[int]] = [[] for _ in answers]
     rows = list(rounds)  # those of unfinished answers
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
             drafter.select(kept)
             sampler.select(kept)
-            schedule.select(kept)
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, root[:, None] + path[1:])
-        drafted = Tree(*(part.cpu() for part in drafter.draft_tree(schedule.budget, noise)))
-        tree = Tree(*(part.to(device) for part in schedule.choose(drafted, active.cpu())))
+        tree = rerank(drafter.draft_tree(budget, noise), nodes)
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
         accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # no bonus after an answer's end
-        on_host = Tree(*(part.cpu() for part in tree)), ancestors.cpu(), Verdict(*(part.cpu() for part in verdict))
-        seconds = schedule.seconds(*on_host, active.cpu())
         for i in counted.nonzero()[:, 0].tolist():
-            rows[i].accepted.append(int(accepted[i]))
-            rows[i].seconds.append(float(seconds[i]))
-            rows[i].came_true.append(bool(schedule.came_true[i]))
+            rows[i].append(int(accepted[i]))
         # 3. Commit, with the features of the text.
         steps = (verdict.accepted + 1) * active
         places = (root[:, None] + path).clamp(max=capacity - 1)  # (B, K+1)
@@ -288,25 +269,16 @@ def _replay(drafter: Drafter, answers: list[Answer], schedule: RoundSchedule) ->
     return rounds
 
 
-def _share(replayed: list[Replayed]) -> str:
-    """The percentage of rounds that came true, with a 95 % interval for other answers."""
-    true, rounds = np.array([(sum(own.came_true), len(own.came_true)) for own in replayed], dtype=float).T
-    share, count = true.sum() / rounds.sum(), len(replayed)
-    error = 1.96 * np.sqrt(count / max(1, count - 1) * np.square(true - share * rounds).sum()) / rounds.sum()
-    return f"{100 * share:.1f} % ({100 * (share - error):.1f}…{100 * (share + error):.1f})"
-
-
 def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
     """Tensors side by side, padded on the right: (B, length, …)."""
     longest = parts[0].new_zeros(length, *parts[0].shape[1:])
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
-def _record(method: str, name: str, turn: int, answer: Answer, rounds: Replayed) -> Record:
+def _record(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Record:
     """A record of an answer of the conversation `name`, with the tokens that its rounds give."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
-    tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in rounds.accepted)].tolist()
-    seconds = sum(rounds.seconds)
+    tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
     return Record(
         suite=suite if suite and question else "store",
         id=question if suite and question else name,
@@ -316,8 +288,8 @@ def _record(method: str, name: str, turn: int, answer: Answer, rounds: Replayed)
         seed=0,
         prompt_tokens=answer.start,
         new_tokens=len(tokens),
-        accepted=rounds.accepted,
-        seconds={"total": seconds} if seconds else {},
+        accepted=accepted,
+        seconds={},
         tokens=tokens,
         text="",
     )

@@ -14,12 +14,10 @@ import torch
 from poss_lightning.corpus.draws import Draw
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import PerRound, Settled
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.multidraft import acceptance_rates
-from poss_lightning.evaluation.replay import _replay_all, replay_rounds
-from poss_lightning.evaluation.schedules import Auto
+from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.stored import find_answers
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import Sampling, TokenSampler
@@ -217,12 +215,8 @@ def test_replayed_acceptance_is_the_hosts(pair):
     drawn = sample._replace(draws=[Draw(Sampling(0.8), 3)])
     for engine, target in pair:
         draft, head = engine.drafter.draft, target.embed_head
-        samples = [sample, drawn]
-        rounds.append(replay_rounds(draft, head, samples, depth=2, nodes=5))
-        auto = Auto(2, 5, Costs(0.001, {n: 0.01 + 0.001 * n for n in (1, 2, 4, 5)}))
-        answers = [answer for each in samples for answer in find_answers(each, head)]
-        rounds[-1].append(_replay_all(engine.drafter, answers, auto))
-        rates.append(acceptance_rates(draft, head, answers[1:], 2, [1, 2]))
+        rounds.append(replay_rounds(draft, head, [sample, drawn], depth=2, nodes=5))
+        rates.append(acceptance_rates(draft, head, list(find_answers(drawn, head)), 2, [1, 2]))
     assert rounds[0] == rounds[1] and rounds[0][0][0]
     torch.testing.assert_close(*rates)
 

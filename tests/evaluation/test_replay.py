@@ -12,8 +12,8 @@ from poss_lightning.decoding.blocks import BlockDrafter
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.evaluation import replay
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.evaluation.schedules import RoundSchedule
 from poss_lightning.evaluation.stored import describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling
@@ -101,7 +101,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        monkeypatch.setattr(RoundSchedule, "rows", rows)
+        monkeypatch.setattr(replay, "ROWS", rows)
         replayed = replay_rounds(draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             if not was_cut:

@@ -11,7 +11,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation import replay as module
 from poss_lightning.evaluation.provenance import describe_training
+from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.writing import write_store
@@ -82,6 +84,29 @@ def test_texts_of_the_training_are_counted_and_others_not(trained, tmp_path, cap
 
 def other() -> list[dict]:
     return [{"role": "user", "content": "another question"}, {"role": "assistant", "content": "another answer"}]
+
+
+def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_path, monkeypatch):
+    store, draft = extracted(tmp_path / "store", talks()[:6]), str(trained[0] / "draft-last")
+    given: dict[str, Any] = {"drafts": {"one": draft, "two": draft}, "tree_width": 2, "device": "cpu"}
+    replay(store, str(tmp_path / "whole"), nodes=4, **given)
+    measure, measured = module._measure, []
+
+    def killed(name, *arguments):
+        if name == "two" and not measured.append(name) and len(measured) == 1:
+            raise KeyboardInterrupt
+        return measure(name, *arguments)
+
+    monkeypatch.setattr(module, "_measure", killed)
+    with pytest.raises(KeyboardInterrupt):
+        replay(store, str(tmp_path / "out"), nodes=4, **given)
+    with pytest.raises(ValueError, match=r"was begun with other settings \(methods.one.nodes 4, now 5"):
+        replay(store, str(tmp_path / "out"), nodes=5, **given)
+    monkeypatch.setattr(module, "_measure", lambda name, *rest: measured.append(name) or measure(name, *rest))
+    replay(store, str(tmp_path / "out"), nodes=4, **given)
+    assert measured == ["two", "two"] and not (tmp_path / "out" / "unfinished").exists()
+    whole, resumed = (read_records(tmp_path / name) for name in ("whole", "out"))
+    assert whole == resumed and whole
 
 
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):

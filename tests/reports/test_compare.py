@@ -134,12 +134,13 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
 
 
 def test_a_choice_that_shares_one_training_with_the_reference_is_named(tmp_path):
-    for method, seeds in {"hass": (0, 1), "poss-1": (0, 1), "poss-2": (1,)}.items():
+    for choice, seeds in {"eagle": (0, 1), "poss-1": (0, 1), "poss-3": (1,)}.items():
         for seed in seeds:
-            pack(tmp_path, method, seed, {}, [vars(record) for record in make_records(methods=(method,), seed=seed)])
-    found = find(tmp_path, reference="hass")
+            records = make_records(methods=("poss-1",), seed=seed)
+            pack(tmp_path, choice, seed, {}, [vars(replace(record, method=choice)) for record in records])
+    found = find(tmp_path, reference="eagle")
     assert [note for note in found.notes if "One training alone" in note] == [
-        "One training alone compares with hass's, so for other prompts: poss-2."
+        "One training alone compares with eagle's, so for other prompts: poss-3."
     ]
     titles = all_tables(found)
     assert not any("output position" in title for title in titles) or any("(one training)" in title for title in titles)
