@@ -172,7 +172,7 @@ def main() -> None:
     config = {name: value for name, value in vars(options).items() if name not in ("out", "table")}
     config |= {"target": target.spec.name, "fingerprint": target.spec.fingerprint, "dtype": target.dtype_name}
     facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(target.device)}
-    facts |= {"costs": {AUTO: costs[1]._asdict()}} if costs else {}
+    facts |= {"costs": {AUTO: next(iter(costs.values()))._asdict()}} if costs else {}
     options.out.mkdir(parents=True, exist_ok=True)
     with atomic(options.out / "run.json") as path:
         path.write_text(json.dumps(facts) + "\n")

@@ -20,6 +20,7 @@ from poss_lightning.evaluation.schedules import (
     read_costs,
 )
 from poss_lightning.evaluation.stored import find_answers
+from poss_lightning.sampling import GREEDY
 from tests.evaluation.test_replay import LIMIT, PROMPTS, ended, lucky
 from tests.support.tiny import tiny_target
 from tests.support.trees import random_tree
@@ -35,7 +36,7 @@ def played():
     plain = [one.tokens for one in Speculative(target, None, lookup=2).decode(PROMPTS, LIMIT)]
     draft = lucky(target, plain, (2, 2), 0)
     engine = Speculative(target, draft, DEPTH, NODES, WIDTH, tree="auto")
-    engine.measured = {(1, 0): COSTS._replace(verify={n: s for n, s in COSTS.verify.items() if n <= NODES})}
+    engine.measured = {(1, 0, GREEDY): COSTS._replace(verify={n: s for n, s in COSTS.verify.items() if n <= NODES})}
     samples = [ended(target, *texts, layers=()) for texts in zip(PROMPTS, plain, strict=True)]
     return engine, plain, [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
 
