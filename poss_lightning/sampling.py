@@ -46,6 +46,11 @@ class Sampling:
     def __post_init__(self):
         refuse_numbers(Sampling, vars(self))
 
+    @property
+    def kind(self) -> "Sampling":
+        """The same with 1 for any temperature but 0."""
+        return replace(self, temperature=float(self.temperature > 0))
+
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError if top_k exceeds the vocabulary."""
         if self.top_k > size:
@@ -84,7 +89,7 @@ class TokenSampler:
     """Chooses the tokens of B texts, by numbers in tensors that stay where they are.
 
     Attributes:
-        kind: the part of the sampling that is in no tensor.
+        kind: of the sampling; the temperature is in a tensor.
         in_text: (B, V) which tokens the texts have; maintained if `kind` penalises them.
         sampling, seeds: of the texts that were begun; no seeds where they are greedy.
     """
@@ -104,7 +109,7 @@ class TokenSampler:
         seeds: list[int] | None = None,
     ) -> None:
         """Sample these texts from now on; if drawn, with these seeds or those of the generator."""
-        self.kind = replace(sampling, temperature=float(sampling.temperature > 0))
+        self.kind = sampling.kind
         self.temperature.fill_(sampling.temperature)
         self.sampling, self.seeds = sampling, []
         if sampling.temperature:
@@ -142,9 +147,20 @@ class TokenSampler:
         begins = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
         rows, noise, chosen = (begins + index).flatten(), noise.flatten(0, 1), []
         for own, row in zip(logits.flatten(0, 1).split(LOGIT_ROWS), rows.split(LOGIT_ROWS), strict=True):
-            kept = self.kind.filter(own.float(), self.temperature)
-            chosen.append(argmax(noise.index_select(0, row).add_(kept)))
+            chosen.append(self._draw(own.float(), noise.index_select(0, row)))
         return torch.cat(chosen).view(index.shape)
+
+    def _draw(self, logits: Tensor, noise: Tensor) -> Tensor:
+        """The largest of `logits + noise`, both (n, V), among the tokens that are kept: (n,)."""
+        kind = self.kind
+        if kind.top_p == 1 or kind.top_k or kind.min_p or logits.device.type != "cpu":
+            return argmax(noise.add_(kind.filter(logits, self.temperature)))
+        # Whether one token is in the nucleus is told sooner than which ones are; the host asks, as it may on a CPU.
+        drawn, p = argmax(noise + logits), (logits / self.temperature).softmax(-1)
+        likelier = p.masked_fill(p <= p.gather(-1, drawn[:, None]), 0).sum(-1)
+        if len(cut := (likelier >= kind.top_p).nonzero()[:, 0]):
+            drawn[cut] = argmax(noise[cut].add_(kind.filter(logits[cut], self.temperature)))
+        return drawn
 
     def next(self, logits: Tensor, places: Tensor) -> Tensor:
         """The next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""

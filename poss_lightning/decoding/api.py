@@ -20,6 +20,7 @@ from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.ranges import Lookups, Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 
@@ -40,17 +41,18 @@ class Streamer(Protocol):
         """End the text."""
 
 
+@check_numbers
 def load(
-    target: "str | PreTrainedModel" = "embedded",
+    target: "str | Path | PreTrainedModel" = "embedded",
     draft: str | Path | Specialists | None = None,
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
     tree: Literal["auto", "fixed"] = "auto",
-    depth: int | None = None,
-    nodes: int = 60,
-    tree_width: int = 10,
-    lookup: int | None = None,
+    depth: Position | None = None,
+    nodes: Nodes = 60,
+    tree_width: TreeWidth = 10,
+    lookup: Lookups | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
@@ -59,7 +61,7 @@ def load(
         target: "embedded", a local folder or a hub id; or a loaded causal LM of transformers, which is left unchanged.
         draft: folder, hub id or shipped draft, or loaded specialists; without one the target decodes alone.
         tokenizer: required with a loaded target.
-        dtype: of a target named by a string: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
+        dtype: of a target that is named: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
             "float32".
         device: "auto" ("cuda", else "mps", else "cpu"), or one of these.
         tree: "auto" sizes trees by expected tokens per second on this machine, "fixed" uses all `depth` and `nodes`.
@@ -76,8 +78,10 @@ def load(
     """
     if isinstance(draft, str | Path):
         draft = Specialists.from_pretrained(draft)  # first, as a target takes its time
-    if isinstance(target, str):
-        loaded = Target.load(target, dtype, device, chat_template_kwargs=chat_template_kwargs)
+    if isinstance(target, str | Path):
+        loaded = Target.load(str(target), dtype, device, chat_template_kwargs=chat_template_kwargs)
+    elif (dtype, device) != ("auto", "auto"):
+        raise ValueError(f"dtype is {dtype} and device {device}; a {type(target).__name__} in hand keeps its own")
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
@@ -201,6 +205,8 @@ class Model:
         Raises:
             ValueError: a message without a role or a text, or one that the chat template refuses; it is named.
         """
+        if arguments.get("num_return_sequences") not in (None, 1):
+            raise ValueError("num_return_sequences is for `generate`; a chat has one answer")
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         for number, message in enumerate(messages):
             if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):

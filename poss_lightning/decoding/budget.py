@@ -34,11 +34,11 @@ class Budget(Protocol):
 
     Attributes:
         needs_sync: whether it reads scores in the middle of a round, which synchronises with the device.
-        plan: depth, drafted nodes and, where they are chosen, looked-up tokens of every round; None where they vary.
+        plan: depth, drafted nodes and looked-up tokens of every round; None where they vary.
     """
 
     needs_sync: bool
-    plan: tuple[int, ...] | None
+    plan: tuple[int, int, int] | None
 
     def begin(self, active: list[int]) -> None:
         """A round begins, in which only these rows count."""
@@ -66,7 +66,7 @@ class Budget(Protocol):
 
 
 class Fixed:
-    """Every tree has its full depth, and as many nodes.
+    """Every tree has its full depth, as many nodes, and as many looked-up tokens.
 
     Raises:
         ValueError: too few nodes for one path.
@@ -74,13 +74,13 @@ class Fixed:
 
     needs_sync = False
 
-    def __init__(self, depth: int, nodes: int):
+    def __init__(self, depth: int, nodes: int, lookup: int = 0):
         if nodes < depth + 1:
             raise ValueError(
                 f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
             )
         self.nodes = nodes
-        self.plan: tuple[int, ...] | None = (depth, nodes)
+        self.plan: tuple[int, int, int] | None = (depth, nodes, lookup)
 
     def begin(self, active: list[int]) -> None:
         """All rounds are alike."""
@@ -113,7 +113,7 @@ class AutoBudget:
     """
 
     needs_sync: bool
-    plan: tuple[int, ...] | None = None
+    plan: tuple[int, int, int] | None = None
 
     def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
         self.depth, self.nodes, self.calibration = depth, nodes, calibration
@@ -167,7 +167,7 @@ class PerRound(AutoBudget):
     """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing."""
 
     needs_sync = True
-    steps, chosen = 1, 1  # of this round: draft steps, and drafted nodes
+    steps, chosen = 0, 1  # of this round: draft steps, and drafted nodes
 
     @property
     def rate(self) -> float:
@@ -199,7 +199,7 @@ class PerRound(AutoBudget):
         self._add(done, self.steps)
 
     def why_plain(self) -> str | None:
-        return None if self.steps else self.statistics.why_plain()
+        return self.statistics.why_plain() if self.depth and not self.steps else None
 
 
 class Trial(NamedTuple):
@@ -220,7 +220,7 @@ class Settled(AutoBudget):
 
     def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
         super().__init__(depth, nodes, costs, calibration, lookup)
-        self.earlier: tuple[int, ...] | None = None  # plan, while it looks again
+        self.earlier: tuple[int, int, int] | None = None  # plan, while it looks again
         self.rounds = 0  # since it settled
         self.trials: list[Trial] = []  # until it settles
 
@@ -247,11 +247,11 @@ class Settled(AutoBudget):
             self.plan = self._best()
 
     def why_plain(self) -> str | None:
-        return self.statistics.why_plain() if self.plan and self.plan[0] == 0 else None
+        return self.statistics.why_plain() if self.depth and self.plan and self.plan[0] == 0 else None
 
-    def _best(self) -> tuple[int, ...]:
+    def _best(self) -> tuple[int, int, int]:
         """The depth, nodes and looked-up tokens with the most tokens per second over the trials."""
-        trials, rates = self.trials, dict[tuple[int, ...], float]()
+        trials, rates = self.trials, dict[tuple[int, int, int], float]()
         rows = sum(len(trial.scores) for trial in trials) / len(trials)  # on average: some end meanwhile
         alone, beyond = (
             torch.stack([worth.expected(trial.found) for trial in trials]).mean(0).tolist()  # by tokens

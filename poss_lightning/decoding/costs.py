@@ -63,7 +63,7 @@ def measure(
     """Time draft steps and verification here and now.
 
     Args:
-        draft: drafts a tree in `steps` steps.
+        draft: drafts a tree in `steps` steps, none where only lookups propose.
         verify: n -> what verifies n nodes per row.
         nodes: the most that a drafted tree may have.
         looked_up: the most nodes beside them.
@@ -73,4 +73,4 @@ def measure(
     sizes = {n for n in MEASURED if n < nodes + looked_up} | {nodes, nodes + looked_up}
     works = {0: draft} | {n: verify(n) for n in sorted(sizes)}
     seconds = best_seconds(works, device=device, enough=ENOUGH)
-    return Costs.interpolate(seconds.pop(0) / steps, seconds, steps)
+    return Costs.interpolate(seconds.pop(0) / max(steps, 1), seconds, steps)

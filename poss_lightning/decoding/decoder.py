@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from threading import RLock
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -75,21 +76,22 @@ class Decoder(ABC):
     ) -> list[Decoded]:
         """New tokens of every prompt; arguments and errors are those of a `Request`, `stops` the target's by default.
 
-        `watch` is called after each step; its seconds do not count.
+        `watch` is called after each step; its seconds do not count. Threads wait for each other.
         """
-        clock = Clock(self.target.device)
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
         accepted: list[list[int]] = [[] for _ in prompts]
-        for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
-            for prompt, tokens in step.tokens.items():
-                texts[prompt] += tokens
-            for prompt, count in step.accepted.items():
-                accepted[prompt].append(count)
-            if watch is not None:
-                with clock.excluded():
-                    watch(step)
-        seconds = clock.total()
+        with self.__dict__.setdefault("turn", RLock()):  # of threads: a decoder has one set of caches
+            clock = Clock(self.target.device)
+            for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
+                for prompt, tokens in step.tokens.items():
+                    texts[prompt] += tokens
+                for prompt, count in step.accepted.items():
+                    accepted[prompt].append(count)
+                if watch is not None:
+                    with clock.excluded():
+                        watch(step)
+            seconds = clock.total()
         return [Decoded(text, counts, seconds) for text, counts in zip(texts, accepted, strict=True)]
 
 

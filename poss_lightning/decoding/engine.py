@@ -72,7 +72,7 @@ class Speculative(Decoder):
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         if draft is None:
-            self.drafter, depth, nodes, tree = RootAlone(target.device), 0, 1, "fixed"
+            self.drafter, depth, nodes = RootAlone(target.device), 0, 1
         else:
             if difference := draft.config.target.difference(target.spec):
                 raise ValueError(f"the draft was trained for a different target: {difference}")
@@ -80,9 +80,10 @@ class Speculative(Decoder):
             depth = sum(draft.config.allocation) if depth is None else depth
             self.drafter = make_drafter(draft, target.embed_head, depth, tree_width, int8_head)
         self.target, self.tree = target, tree
-        self.fixed, self.lookup = Fixed(depth, nodes), Lookup(lookup)
+        self.fixed, self.lookup = Fixed(depth, nodes, lookup), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
-        self.measured: dict[tuple[int, int], Costs] = {}  # by rows of the batch and doublings of the texts' length
+        # By rows of the batch, doublings of the texts' length, and how tokens are chosen.
+        self.measured: dict[tuple[int, int, Sampling], Costs] = {}
         self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
         self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
@@ -98,7 +99,7 @@ class Speculative(Decoder):
     @property
     def costs(self) -> Costs | None:
         """What `tree: auto` first measured for a text that is decoded alone; None where it did not."""
-        return next((costs for (rows, _), costs in self.measured.items() if rows == 1), None)
+        return next((costs for (rows, *_), costs in self.measured.items() if rows == 1), None)
 
     @property
     def why_plain(self) -> str | None:
@@ -151,27 +152,24 @@ class Speculative(Decoder):
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
     def _draft_verify_commit(self, budget: Budget, part: Timer) -> tuple[Round, Tensor]:
-        depth, root = budget.plan[0] if budget.plan else self.drafter.depth, self.cache.slots.lengths
-        depth, found, path, looked_up = max(depth, self.lookup.count), None, None, 0
+        depth, _, most = budget.plan or (self.drafter.depth, 0, self.lookup.count)
+        depth, root, found, path, looked_up = max(depth, most), self.cache.slots.lengths, None, None, 0
         with part("draft"):
-            places = root[:, None] + torch.arange(1, depth + 2, device=root.device)  # after the root
-            noise = Noise(self.sampler, places)
+            noise = self._noise(depth)
             if not budget.needs_sync:  # at once: fewer kernels
                 noise.first(depth + 1)
             candidates = self.drafter.draft_tree(budget, noise)
             tree = rerank(candidates, budget.node_count(candidates.scores))
-            if self.lookup.count:
+            if most:
                 path, found = self.lookup.find(root)
-                looked_up = budget.lookup_count(found, self.lookup.count)
+                looked_up = budget.lookup_count(found, most)
                 tree = join(tree, path[:, :looked_up])
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
-            in_text = self.sampler.in_text_after(tree.tokens, ancestors)
-            index = ancestors.sum(-1) - 1
-            deepest = int(index.max()) if budget.needs_sync else depth
-            choice = self.sampler.choose(logits, noise.first(deepest + 1), index, in_text)
+            deepest = int(ancestors.sum(-1).max()) - 1 if budget.needs_sync else depth
+            choice = self._choose(tree, ancestors, logits, noise.first(deepest + 1))
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
             host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
@@ -182,6 +180,16 @@ class Speculative(Decoder):
         layers = self.drafter.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
         return draft_input, self.target.embed_head.logits(features)
+
+    def _noise(self, depth: int) -> Noise:
+        """The noise of the next `depth` + 1 places."""
+        root = self.cache.slots.lengths
+        return Noise(self.sampler, root[:, None] + torch.arange(1, depth + 2, device=root.device))
+
+    def _choose(self, tree: Tree, ancestors: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """The target's token after each node: (B, N)."""
+        in_text = self.sampler.in_text_after(tree.tokens, ancestors)
+        return self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, in_text)
 
     def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
         """Keep the accepted path in both caches and its tokens in the texts."""
@@ -234,32 +242,40 @@ class Speculative(Decoder):
     def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
         """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""
         if self.tree == "auto":
-            batch, device = len(self.active.prompts), self.target.device
+            batch, device, kind = len(self.active.prompts), self.target.device, self.sampler.kind
             doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
-            known = [each for rows, each in self.measured if rows == batch and each <= doublings]
-            if not known or (begins and doublings not in known):
+            known = [each for rows, each, how in self.measured if (rows, how) == (batch, kind) and each <= doublings]
+            if begins and doublings not in known:
                 with clock.excluded("measure"):
-                    self.measured[batch, doublings] = self._measure()
+                    self.measured[batch, doublings, kind] = self._measure()
                 known.append(doublings)
-            costs = self.measured[batch, max(known)]
+            if not known:  # some rows were dropped, and so few were never measured
+                return self.budget
+            costs = self.measured[batch, max(known), kind]
             if (batch, sampling) not in self.budgets:
-                kind = Settled if device.type == "cuda" else PerRound
-                made = kind(self.drafter.depth, self.nodes, costs, Calibration(device), self.lookup.count)
+                auto = Settled if device.type == "cuda" else PerRound
+                made = auto(self.drafter.depth, self.nodes, costs, Calibration(device), self.lookup.count)
                 self.budgets[batch, sampling] = made
             self.budget = budget = self.budgets[batch, sampling]
             budget.costs = costs
         return self.budget
 
     def _measure(self) -> Costs:
-        """Time draft steps and verification here and now; the next round overwrites what they write."""
+        """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write."""
         logger.info("tree: auto times draft steps and verification on this machine, some seconds")
         candidates = self.drafter.draft_tree(self.fixed)
+        noise = self._noise(self.deepest).first(self.deepest + 1)
 
         def verify(nodes: int) -> Callable[[], object]:
             tree = rerank(candidates, min(nodes, self.nodes))
             looked_up = torch.full_like(tree.tokens[:, :1], -1).expand(-1, nodes - tree.tokens.shape[1])
             tree = join(tree, looked_up)
-            return repeatable(nodes, lambda: self._verify(tree, ancestor_mask(tree.parents, self.drafter.depth)))
+
+            def work() -> Tensor:
+                ancestors = ancestor_mask(tree.parents, self.deepest)
+                return self._choose(tree, ancestors, self._verify(tree, ancestors)[1], noise)
+
+            return repeatable(nodes, work)
 
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
             return partial(self.graphs.run_alone, ("timed", name), work)

@@ -27,12 +27,12 @@ class Tree(NamedTuple):
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
-    """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, at most `depth` steps away."""
+    """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, for trees of at most this depth."""
     batch, nodes = parents.shape
-    itself = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-    ancestors = itself
-    for _ in range(depth):
-        ancestors = itself | ancestors.gather(1, parents[..., None].expand(-1, -1, nodes))
+    ancestors = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    for _ in range(depth.bit_length()):  # known so many steps up, then twice as many; `parents`: so many steps up
+        ancestors = ancestors | ancestors.gather(1, parents[..., None].expand(-1, -1, nodes))
+        parents = parents.gather(1, parents)
     return ancestors
 
 

@@ -238,7 +238,8 @@ def _tau(answer: Decoded) -> float | None:
 
 def _speed(answer: Decoded) -> str:
     tau = "" if (mean := _tau(answer)) is None else f", τ {mean:.2f}"
-    first = f" (after {measured:.1f} s to measure this machine)" if (measured := answer.seconds.get("measure")) else ""
+    prepared = sum(answer.seconds.get(part, 0) for part in ("measure", "capture"))
+    first = f" (after {prepared:.1f} s of preparation)" if prepared else ""
     return f"{len(answer.tokens)} tokens, {_rate(answer):.1f} tokens/s{first}{tau}"
 
 
@@ -249,7 +250,7 @@ def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
         return f"{speed}, same tokens"
     pairs = zip_longest(answer.tokens, plain.tokens)
     first = next(number for number, (ours, theirs) in enumerate(pairs, start=1) if ours != theirs)
-    why = "which float32 should not: please report it" if dtype == "float32" else "where two all but tied in " + dtype
+    why = "where two all but tied in " + dtype + ", which is very rare: please report it" * (dtype == "float32")
     return f"{speed}, different tokens from number {first}, {why}"
 
 

@@ -22,11 +22,13 @@ def grouped_attention(
 ) -> Tensor:
     """Attention of queries (B, H, M, d) on keys and values (B, kv heads, S, d): (B, H, M, d).
 
-    `mask` (B, 1, M, S) is True where visible; `scale` multiplies the scores, by default d ** -0.5.
+    `mask` (B, 1, M or H/kv * M, S) is True where visible, or added to the scores; `scale` multiplies them, by default
+    d ** -0.5.
     """
     group = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
-    attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(1, 1, group, 1), scale=scale)
+    mask = mask.repeat(1, 1, folded.shape[2] // mask.shape[2], 1)
+    attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
@@ -36,12 +38,20 @@ def _attend(
     """Attention as transformers' modules call it: (B, H, n, d) on (B, kv heads, S, d) -> (B, n, H, d)."""
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or not shares or options.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     attended = grouped_attention(query, key, value, attention_mask, options.get("scaling"))
     return attended.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, _attend)
+
+
+def mask_copies(config: PreTrainedConfig, nodes: int) -> int:
+    """How many copies of a mask of so many nodes `grouped_attention` puts below each other, in every layer alike."""
+    if config._attn_implementation != "sdpa" or nodes > NODES:
+        return 1
+    return config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 @contextmanager

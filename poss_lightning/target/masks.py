@@ -26,7 +26,6 @@ class LayerMasks:
     """Turns what a tree's nodes may see into the masks that a model's layers take."""
 
     windows: dict[str, int | None]  # tokens that each kind of layer sees, itself included; kinds as in `layer_types`
-    eager: bool  # attention adds the mask to its scores, as transformers' eager one does; others take bools
 
     @classmethod
     def of(cls, config: PreTrainedConfig, context: int) -> "LayerMasks":
@@ -40,27 +39,28 @@ class LayerMasks:
         if other := sorted(kinds - {FULL, SLIDING}):
             raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
         width = window if window and window < context else None
-        return cls({kind: width if kind == SLIDING else None for kind in kinds}, config._attn_implementation == "eager")
+        return cls({kind: width if kind == SLIDING else None for kind in kinds})
 
     def __call__(
-        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, copies: int = 1
     ) -> Tensor | dict[str, Tensor]:
         """What `attention_mask` takes: one mask, or one per kind of layer where there are several.
+
+        They are added to the scores. As bools, torch would turn them into such numbers in every layer.
 
         Args:
             visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
             positions: (B, n) of the nodes, whose slots begin at `lengths` (B,).
             dtype: of the scores.
+            copies: of a mask, one below the other.
         """
         masks = {
             kind: visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
             for kind, window in self.windows.items()
         }
-        if self.eager:
-            lowest = torch.finfo(dtype).min
-            masks = {
-                kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in masks.items()
-            }
+        lowest = torch.finfo(dtype).min
+        masks = {kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in masks.items()}
+        masks = {kind: mask.repeat(1, 1, copies, 1) for kind, mask in masks.items()} if copies > 1 else masks
         return masks if len(masks) > 1 else masks.popitem()[1]
 
 

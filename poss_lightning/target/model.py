@@ -18,7 +18,7 @@ from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, spec_of
-from poss_lightning.target.grouped_attention import grouped_heads
+from poss_lightning.target.grouped_attention import grouped_heads, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import LayerMasks
 from poss_lightning.target.placement import Parallel, home_device, placement
@@ -192,7 +192,9 @@ class Target(nn.Module):
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         positions = positions.clamp(max=self.spec.context - 1)
-        mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype)
+        # Made once where all layers share heads alike; others repeat it for themselves.
+        copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
+        mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype, copies)
         with self._as_decoded(), grouped_heads(self.config), self._kept(layers) as inner:
             output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=positions)
         features = output.last_hidden_state.to(self.device)
@@ -283,6 +285,8 @@ class Target(nn.Module):
     @torch.inference_mode()
     def _check(self) -> None:
         """Raise NotImplementedError where logits, inner layers or features under a mask are not the model's."""
+        if (attention := self.config._attn_implementation) not in ("sdpa", "eager"):  # others take no tree's mask
+            raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self._as_decoded():
             output = self.model(tokens, use_cache=False, output_hidden_states=True)

@@ -1,6 +1,7 @@
 """Lossless: the engine's tokens are those of plain decoding, whatever the draft, the tree or the batch."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import count
 
@@ -217,7 +218,7 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup, most):
     """Where the host sees the tree, that is to its deepest node and the place after."""
     engine, made = Speculative(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), []
-    engine.measured[1, 0] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
+    engine.measured[1, 0, Sampling(1.0)] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
     monkeypatch.setattr(TokenSampler, "noise", lambda self, places: made.append(places.shape[1]) or noise(self, places))
     draws = torch.Generator().manual_seed(3)
@@ -305,19 +306,33 @@ def test_an_engine_is_whole_after_a_failure(target):
         next(first)
 
 
+def test_threads_take_turns(target):
+    """An engine has one set of caches."""
+    speculative, plain = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3), Autoregressive(target)
+    with ThreadPoolExecutor(3) as pool:
+        texts = list(pool.map(lambda prompt: tokens_of(speculative, [prompt], 30), PROMPTS))
+    assert texts == [tokens_of(plain, [prompt], 30) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("tree", ["fixed", "auto"])
 @pytest.mark.parametrize("law", [Sampling(), Sampling(1.0)], ids=str)
-def test_a_batch_shrinks_as_its_texts_end(target, law):
-    """Ten texts that stop at ten different places: each as it is alone, and fewer rows go through the target."""
+def test_a_batch_shrinks_as_its_texts_end(target, law, tree, monkeypatch):
+    """Ten texts that stop at ten different places: each as it is alone, and fewer rows go through the target.
+
+    Nobody waits for costs in the middle of a text.
+    """
+    timed = Costs(0.1, dict.fromkeys((1, 2, 4, 8, 12), 1.0))
+    monkeypatch.setattr(engine.costs, "measure", lambda *_: measured.append(len(speculative.drafter.root)) or timed)
     prompts = [[5 + i] * (1 + i % 4) for i in range(10)]
     plain = drawn(Autoregressive(target), law, 0, prompts, 40, frozenset())
     stops = frozenset(row[3 * i + 5] for i, row in enumerate(plain[:9]))
-    speculative, rows = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3), []
+    speculative, rows, measured = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree), [], []
     one_round = speculative._draft_verify_commit
     speculative._draft_verify_commit = lambda *arguments: (
         rows.append(len(speculative.drafter.root)) or one_round(*arguments)
     )
     assert drawn(speculative, law, 0, prompts, 40, stops) == drawn(Autoregressive(target), law, 0, prompts, 40, stops)
-    assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1]
+    assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1] and measured == [10] * (tree == "auto")
 
 
 @pytest.mark.parametrize("law", [Sampling(), Sampling(0.8, top_p=0.9)], ids=str)

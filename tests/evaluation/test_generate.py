@@ -86,7 +86,7 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
 def test_the_answer_its_speed_and_plain_decoding(common, target, capsys, tree, sampled):
     generate("How many legs?", tree=tree, **sampled, **common)
     text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
-    measured = rf" \(after {NUMBER} s to measure this machine\)" if tree == "auto" else ""
+    measured = rf" \(after {NUMBER} s of preparation\)" if tree == "auto" else ""
     plain = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
     assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}" + plain, line)
     prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
@@ -98,12 +98,12 @@ def test_the_answer_its_speed_and_plain_decoding(common, target, capsys, tree, s
 
 def test_without_a_draft_or_a_comparison_the_last_line_is_shorter(common, capsys):
     generate("Hi", compare=False, **common)
-    measured = rf" \(after {NUMBER} s to measure this machine\)"
+    measured = rf" \(after {NUMBER} s of preparation\)"
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}\n$", capsys.readouterr().out)
     generate("Hi", **without_draft(common))
     assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s\n$", capsys.readouterr().out)
     generate("Hi", lookup=4, **without_draft(common))
-    assert re.search(rf"tokens/s, τ {NUMBER}, {NUMBER} × plain .*, same tokens\n$", capsys.readouterr().out)
+    assert re.search(rf"tokens/s{measured}, τ {NUMBER}, {NUMBER} × plain .*, same tokens\n$", capsys.readouterr().out)
 
 
 def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
@@ -179,7 +179,7 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
 def test_rounds_are_drawn_before_the_answer(common, target, capsys):
     generate("Hi", show="tree", **common)
     out = capsys.readouterr().out
-    assert " 0 drafted" not in out and "to measure this machine" not in out  # fixed trees: auto may draft nothing
+    assert " 0 drafted" not in out and "of preparation" not in out  # fixed trees: auto may draft nothing
     accepted = [int(count) for count in re.findall(r"^round \d+: \d+ drafted, (\d+) accepted$", out, re.MULTILINE)]
     prompt = target.chat.prompt([{"role": "user", "content": "Hi"}])
     (expected,) = Autoregressive(target).decode([prompt], 20)
