@@ -38,7 +38,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a store holds. The first stores lack the fields that have a default."""
+    """What a store holds."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 

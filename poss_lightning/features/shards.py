@@ -20,7 +20,6 @@ from poss_lightning.features.reading import Reader
 from poss_lightning.files import atomic
 from poss_lightning.target.spec import EmbedHead
 
-LATER = {"conversation", "draws"}  # columns that the first stores lack
 pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
 
 
@@ -121,9 +120,8 @@ def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
     """
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
-        names = table.schema.names
-        if table.schema != pa.schema([c for c in schema(manifest.layers) if c.name in names or c.name not in LATER]):
-            raise ValueError(f"its columns are {', '.join(names)}")
+        if table.schema != schema(manifest.layers):
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
         table.validate(full=True)
         _check_samples(table, manifest)
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -150,7 +148,6 @@ def _check_samples(table: pa.Table, manifest: Manifest) -> None:
     edges = pc.list_flatten(table["spans"]).to_numpy()
     if (counts % 2).any() or (edges < 0).any() or (edges > np.repeat(lengths, counts)).any():
         raise ValueError("spans go beyond a sample")
-    if "draws" in table.schema.names:
-        drawn = pc.list_value_length(table["draws"]).to_numpy()
-        if (drawn * 2 != counts)[drawn > 0].any():
-            raise ValueError("draws of a sample are not as many as its spans")
+    drawn = pc.list_value_length(table["draws"]).to_numpy()
+    if (drawn * 2 != counts)[drawn > 0].any():
+        raise ValueError("draws of a sample are not as many as its spans")

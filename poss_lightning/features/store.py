@@ -102,7 +102,6 @@ class FeatureStore(SampleSource):
         index = range(len(self))[index]
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
-        drawn = columns["draws"][row].as_py() if "draws" in columns.schema.names else []
         features = self._vectors(columns, row, "features", 1)[:, 0]
         return Sample(
             self.ids[index],
@@ -111,7 +110,7 @@ class FeatureStore(SampleSource):
             [tuple(span) for span in self.spans[index].tolist()],
             features,
             self._inner(columns, row) if self.layers else features.new_empty(len(tokens), 0, features.shape[1]),
-            [draw and Draw.of(draw) for draw in map(json.loads, drawn)],
+            [draw and Draw.of(draw) for draw in map(json.loads, columns["draws"][row].as_py())],
         )
 
     def tokens(self, index: int) -> np.ndarray:
@@ -119,12 +118,8 @@ class FeatureStore(SampleSource):
         return _values(*self._find(index), "tokens")
 
     def conversations(self) -> list[str]:
-        """For every sample the digest of its conversation; "" in the first stores."""
-        found = []
-        for batch in self._batches:
-            is_known = "conversation" in batch.schema.names
-            found += batch["conversation"].to_pylist() if is_known else [""] * batch.num_rows
-        return found
+        """For every sample the digest of its conversation."""
+        return [digest for batch in self._batches for digest in batch["conversation"].to_pylist()]
 
     def draft_input(self, index: int) -> Tensor:
         """What a draft reads of a sample: (T, R)"""

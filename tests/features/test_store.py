@@ -182,21 +182,6 @@ def test_an_embedding_of_another_kind_is_refused(folder, change):
         FeatureStore(folder).embed_head()
 
 
-def forget_conversations(folder: Path) -> None:
-    """Make a store one of the first version: without digests of conversations, layers and other ways to store."""
-    for number in range(len(FeatureStore(folder).manifest.shards)):
-        rewrite(folder, lambda table: table.drop_columns(["conversation", "draws"]), number)
-    for name in ("stored", "layers", "chat_template_kwargs"):
-        edit_manifest(folder, lambda fields, name=name: fields.pop(name))
-
-
-def test_a_store_of_the_first_version_is_read(folder, finished):
-    forget_conversations(folder)
-    old, new = FeatureStore(folder), FeatureStore(finished)
-    assert old.ids == new.ids == old.origins == new.origins
-    assert all(a.features.equal(b.features) and a.tokens.equal(b.tokens) for a, b in zip(old, new, strict=True))
-
-
 # --- several as one ---
 
 
@@ -249,14 +234,10 @@ def test_stores_that_do_not_belong_together_are_refused(two, tmp_path):
             FeatureStore(stores)
 
 
-@pytest.mark.parametrize("forget", [False, True], ids=["as written", "of the first version"])
-def test_duplicates_of_a_conversation_are_on_one_side_of_the_split(two, tmp_path, caplog, forget):
+def test_duplicates_of_a_conversation_are_on_one_side_of_the_split(two, caplog):
     """Whichever store is named first."""
-    folder = Path(shutil.copytree(two[0], tmp_path / "a"))
-    if forget:
-        forget_conversations(folder)
     sides = {}
-    for stores in ([str(folder), two[1]], [two[1], str(folder)]):
+    for stores in (two, two[::-1]):
         data = FeatureData(stores, validation=0.5)
         texts = [tuple(sample.tokens.tolist()) for sample in data.source]
         train, held = ({texts[i] for i in side} for side in (data.train, data.held_out))
