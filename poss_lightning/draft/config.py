@@ -20,6 +20,12 @@ REMOVED_FIELDS = {
     "layers_per_specialist": 1,
     "order": None,
 }  # fields of older files, with the only values that are accepted
+PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
+    "speculators_model_type": "speculators",
+    "dflash_config": "dflash",
+    "DFlashDraftModel": "dflash",
+    "draft_vocab_size": "eagle3",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +208,6 @@ class DraftConfig:
         Raises:
             ValueError: it is not JSON, or a field is missing, unknown or wrong; the message names file and field.
         """
-        stored: Any = None
         try:
             stored = json.loads(text)
             for name, neutral in REMOVED_FIELDS.items():
@@ -210,26 +215,34 @@ class DraftConfig:
                     raise ValueError(f"{name} is {value!r}, which drafts no longer have")
             return cls(**stored | {"target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
-            if isinstance(stored, dict) and (other := _describe_config(stored, Path(where).parent)):
-                raise ValueError(f"{where} is of {other}") from error
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
 
 
-def check_draft(source: str | Path) -> None:
-    """Raise ValueError for a local path that is not a draft's folder, where it is known what it is and what to give."""
-    if what := _describe_other(Path(source)):
+def published_format(stored: dict[str, Any]) -> str:
+    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
+    found = [*stored, *(stored.get("architectures") or ())]
+    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
+
+
+def check_draft(source: str | Path, folder: Path | None = None) -> None:
+    """Raise ValueError for what is not a draft, where it is known what it is and what to give.
+
+    Args:
+        source: a local path, or the hub id that `folder` was downloaded from.
+    """
+    if what := _describe_other(folder or Path(source), source):
         raise ValueError(f"{source} is {what}")
 
 
-def _describe_other(path: Path) -> str:
+def _describe_other(path: Path, source: str | Path) -> str:
     """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
     if path.suffix == ".ckpt" and path.is_file():
         return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
     if path.is_file():
         return "a file; a draft is a folder with config.json and model.safetensors"
     if (path / "config.json").is_file():
-        return _describe_config(read_json(path / "config.json"), path)
+        return _describe_config(read_json(path / "config.json"), path, source)
     if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
         return f"a training's folder; its draft is {drafts[0]}"
     if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
@@ -240,16 +253,14 @@ def _describe_other(path: Path) -> str:
     return ""
 
 
-def _describe_config(stored: dict[str, Any], folder: Path) -> str:
+def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
     """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
     if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
         return ""
     if "poss_lightning" in stored:
         return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kinds = {"speculators_model_type": "speculators", "dflash_config": "dflash", "draft_vocab_size": "eagle3"}
-    kind = next((kind for field, kind in kinds.items() if field in stored), "eagle")
-    layers = stored.get("num_hidden_layers")
+    kind, layers = published_format(stored), stored.get("num_hidden_layers")
     if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
         return "a whole model: it may be the target, and a draft is trained for it"
-    convert = f"poss convert {shlex.quote(str(folder))} DRAFT --input_format {kind} --target TARGET"
+    convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
     return f"a draft in a published format; one of ours is written by: {convert}"

@@ -312,6 +312,7 @@ class Specialists(nn.Module):
         """
         check_draft(source)
         folder = find_draft(source)
+        check_draft(source, folder)
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")

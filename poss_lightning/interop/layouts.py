@@ -36,7 +36,7 @@ NAMES = {  # by kind of draft, ours -> theirs: outside the layers, and within on
 BIAS = "fc.bias"  # of EAGLE-2's drafts; zeros where a file lacks it
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
-NUMBERED = "layers.0.hidden_norm.weight"  # only files of SPEED and of speculators have this tensor
+NUMBERED = "layers.0.hidden_norm.weight"  # of EAGLE-3's layers alone: SPEED, speculators and ModelOpt number them
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,15 @@ def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
     agree(tmp_path / "back", draft, deep)
 
 
+def test_a_single_layer_may_be_numbered(convert, deep, tmp_path):
+    """As NVIDIA's ModelOpt exports it."""
+    for out, layer in (("named", "midlayer"), ("numbered", "layers.0")):
+        theirs = put(tmp_path / layer, random_file(layers=(layer,)), **{KEY: len(SOME)})
+        convert(theirs, tmp_path / out, "--input_format", "eagle3")
+    assert same(read(tmp_path / "named"), read(tmp_path / "numbered"))
+    assert (tmp_path / "named" / "config.json").read_text() == (tmp_path / "numbered" / "config.json").read_text()
+
+
 # --- SPEED: several layers, one cache ---
 
 THREE = ("layers.0", "layers.1", "layers.2")

@@ -3,13 +3,16 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from torch import Tensor
 
-from poss_lightning.draft.config import DraftConfig, check_draft
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.target.model import Target
 from tests.interop import test_dflash as dflash
@@ -149,8 +152,11 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
         ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
         ("poss poss --input_format=poss", "poss is there already"),
         ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "it has one layer, and allocation [4, 4] is of 2"),
-        ("eagle3 out --input_format=speculators", "has no speculators_model_type"),
-        ("speed out --input_format=eagle3", "and numbered: say --input_format speed"),
+        ("eagle3 out --input_format=speculators", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
+        ("eagle3 out --input_format=eagle", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
+        ("speed out --input_format=eagle3", "EAGLE-3's and numbered, 3 in all: say --input_format speed"),
+        ("poss out --input_format=eagle3", "no layers.0.hidden_norm.weight, as EAGLE-3 has: say --input_format poss"),
+        ("dflash out --input_format=eagle", "its config.json is of the dflash format: say --input_format dflash"),
         (
             "dflash out --input_format=dflash --allocation=[3]",
             "allocation is [3]; the file states block_size: leave it",
@@ -176,14 +182,27 @@ def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypat
     else:
         tensors, config = build(source.name, deep)
         put(source, tensors, **config)
-    refused(convert, tmp_path, words, *arguments.split())
+    before_loading = partial(convert, target="nowhere") if "input_format" in arguments else convert
+    refused(before_loading, tmp_path, words, *arguments.split())
 
 
-@pytest.mark.parametrize("name", ["eagle3", "speculators", "dflash"])
-def test_a_published_folder_is_recognised(deep, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in ("eagle3", "speculators", "dflash")),
+        ("dflash", {"dflash_config": None, "architectures": ["DFlashDraftModel"]}),
+    ],
+    ids=str,
+)
+def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, changes):
+    """In a folder, and on the hub, where it may have no model.safetensors."""
     tensors, config = build(name, deep)
-    with pytest.raises(ValueError, match=f"poss convert .* DRAFT --input_format {name} --target TARGET"):
-        check_draft(put(tmp_path / "theirs", tensors, **config))
+    stated = {key: value for key, value in (config | changes).items() if value is not None}
+    folder = put(tmp_path / "theirs", tensors, "bin", **stated)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: folder)
+    for source in (folder, "owner/draft"):
+        with pytest.raises(ValueError, match=f"poss convert {source} DRAFT --input_format {name} --target TARGET"):
+            Specialists.from_pretrained(source)
 
 
 NOWHERE = "; no other published layout can express it"
