@@ -16,7 +16,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, SPEED, Layout, check_expressible, find_layout, refuse
-from poss_lightning.interop.tensors import Draft, check_frozen, check_tensor_names, find_vocabulary, to_ours, to_theirs
+from poss_lightning.interop.tensors import Draft, check_frozen, complete, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 
@@ -107,7 +107,7 @@ def parse_published(
     """
     layers = max(layout.count_layers(tensors), 1)
     config = settings.parse_config(published, layout, allocation, target.spec, block_layers=layers)
-    check_tensor_names(tensors, layout, config)
+    tensors = complete(tensors, layout, config, target.embed_head)
     check_frozen(tensors, target.embed_head, layout)
     draft = to_ours(tensors, config, layout, find_vocabulary(tensors, layout, config))
     if config.one_pass:
@@ -150,7 +150,7 @@ def _find_allocation(
     layers = layout.count_layers(tensors)
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
-    elif layers:  # else `check_tensor_names` names the first missing tensor
+    elif layers:  # else `complete` names the first missing tensor
         has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(
             (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),

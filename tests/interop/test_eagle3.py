@@ -238,11 +238,22 @@ def test_a_training_takes_a_variant_over_with_its_weights(deep):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_marks_may_be_missing_as_engines_skip_them(deep):
-    given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
-    whole = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
-    del tensors["t2d"]
-    part = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
+@pytest.mark.parametrize(
+    ("ids", "change"),
+    [
+        (SOME, {"t2d": None}),
+        (SOME, {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}),
+        (SOME, {"d2t": maps(SOME)["d2t"].int()}),
+        (None, {"lm_head.weight": None}),
+    ],
+    ids=["no marks", "nothing marked", "int32", "no head"],
+)
+def test_what_engines_do_without_may_be_missing(deep, ids, change):
+    """Marks; and the head of a draft that proposes all tokens, which is then the target's."""
+    given = CONFIG | {KEY: None if ids is None else len(ids)}
+    tensors = random_file(ids) | ({"lm_head.weight": deep.embed_head.head} if ids is None else {})
+    left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+    part, whole = (parse_published(given, each, LAYOUTS["eagle3"], [7], deep) for each in (left, tensors))
     assert same(part.state, whole.state) and part.config == whole.config
 
 

@@ -57,7 +57,9 @@ WRONG = [
     ("eagle3", {UP: torch.zeros(2, 2)}, f"{UP} has no place in this layout"),
     ("eagle3", {"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is torch.float32 [32, 64]; it must be floats [32, 96]"),
     ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for 320 tokens"),
-    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one per draft id"),
+    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64 or int32, one per draft"),
+    ("eagle3", {"lm_head.weight": None}, "lm_head.weight is missing"),
+    ("eagle3", {"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is random and may be re"),
     ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
     ("eagle3", {"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
     ("eagle3", {"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "t2d does not mark the 107 of the target's 320 ids"),
@@ -124,6 +126,10 @@ def lead_outside(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def point_to_lfs(folder: Path) -> None:
+    next(folder.glob("*model*")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
 @pytest.mark.parametrize(
     ("kind", "damage", "words"),
     [
@@ -133,6 +139,8 @@ def lead_outside(folder: Path) -> None:
         ("safetensors shards", lead_outside, "names '../model.safetensors', which is not a file beside it"),
         ("bin", {"fc.weight": Code()}, "pytorch_model.bin is not loaded, as it holds more than plain tensors"),
         ("bin", [1, 2], "pytorch_model.bin is not a table of names and tensors"),
+        ("bin", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
+        ("safetensors", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
     ],
 )
 def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, damage, words):
