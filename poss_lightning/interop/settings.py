@@ -109,20 +109,30 @@ def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
-    """The fields that only a block draft has. DFlash counts the target's layers from 0, by their outputs."""
-    stated = mapping(published, DFLASH_KEY)
+    """The fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
+    neutral = {
+        "input_embedding_scale": 1,
+        "output_multiplier": 1,
+        "final_logit_softcapping": spec.logit_cap,
+        "use_aux_hidden_state": True,
+        "projector_type": "dflash",
+    }
+    stated = {name: published.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(published, DFLASH_KEY)
     others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
     others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
     for name, value in others.items():
-        check_setting(not value, name, value, "a draft of ours does not have it")
-    ids: Any = stated.get("target_layer_ids") or []
-    mask = stated.get("mask_token_id")
-    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
-    check_setting(
-        known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0"
-    )
+        check_setting(not value or value == neutral.get(name), name, value, "a draft of ours does not have it")
+    layers, mask = _count_layers("target_layer_ids", stated["target_layer_ids"], 0, spec), stated["mask_token_id"]
     check_setting(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
-    return {"block_layers": block_layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
+    return {"block_layers": block_layers, "inner_layers": layers, "mask_token": mask}
+
+
+def _count_layers(name: str, ids: Any, first: int, spec: TargetSpec) -> tuple[int, ...]:
+    """Inner layers of the target, counted from 1, of a key that counts them from `first`, by their outputs."""
+    known = isinstance(ids, list) and all(type(i) is int and first <= i < (spec.layers or 0) - 1 + first for i in ids)
+    words = f"it must be numbers of inner layers of {spec.name}, from {first}"
+    check_setting(known and bool(ids), name, ids, words)
+    return tuple(i + 1 - first for i in ids)
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
