@@ -139,8 +139,9 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     of_kinds = [name for name, value in rope.items() if isinstance(value, dict)]
     check_setting(not of_kinds, "rope_parameters", rope, f"it must be for one kind of layer, not for {of_kinds}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check_setting(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
-    if kind == "default":
+    known = ("default", "mrope", "llama3")  # of text alone, mrope's angles are the default
+    check_setting(kind in known, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
+    if kind != "llama3":
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
     try:

@@ -159,10 +159,11 @@ def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, st
 
 
 def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
-    """And a number that a GGUF file rounded to float32 is still the same."""
+    """And a number that a GGUF file rounded to float32 is still the same, as are mrope's angles of text."""
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope):
+    mrope = CONFIG | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope, mrope):
         config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
