@@ -49,6 +49,7 @@ class DraftConfig:
         window: slots that a query sees, itself and those on its left (a sliding window); None for all.
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have their own.
         rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
+        norm_eps: added to the mean square in norms; None for the target's.
         block_layers: decoder layers of a block draft, stacked.
         inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
@@ -72,6 +73,7 @@ class DraftConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     rope_scaling: RopeScaling | None = None
+    norm_eps: Annotated[float, Range(0, 1)] | None = None
     block_layers: Size = 1
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
@@ -153,6 +155,11 @@ class DraftConfig:
     def predicts_feature(self) -> bool:
         """Whether it predicts the target's feature, which a loss can compare; else it norms what its head reads."""
         return self.kind == "eagle2"
+
+    @property
+    def eps(self) -> float:
+        """What its norms add to the mean square."""
+        return self.target.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
     def layers(self) -> tuple[int, ...]:

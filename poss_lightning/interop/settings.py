@@ -61,13 +61,13 @@ def parse_config(
             "num_attention_heads": (heads, spec.heads),
             "num_key_value_heads": (published.get("num_key_value_heads") or heads, spec.kv_heads),
             "head_dim": (published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
-            "rms_norm_eps": (published.get("rms_norm_eps", 1e-6), spec.norm_eps),
             "partial_rotary_factor": ((published | rope).get("partial_rotary_factor") or 1, 1),
             "hidden_act": (published.get("hidden_act", "silu"), "silu"),
         },
     )
-    theta = (published | rope).get("rope_theta") or 10000.0
+    theta, eps = (published | rope).get("rope_theta") or 10000.0, published.get("rms_norm_eps", 1e-6)
     check_setting(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
+    check_setting(isinstance(eps, float), "rms_norm_eps", eps, "it must be a number, like 1e-06")
     width = published.get("intermediate_size")
     check_setting(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
     size = published.get("draft_vocab_size") or total
@@ -85,6 +85,7 @@ def parse_config(
         window=_find_window(published),
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
         rope_scaling=_find_scaling(rope),
+        norm_eps=None if _is_same(eps, spec.norm_eps) else eps,
         **_find_switches(published),
         **(_find_block(published, spec, block_layers) if layout.kind == "block" else {}),
     )
@@ -207,7 +208,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "head_dim": spec.head_dim,
         # PosS takes the number of layers as an argument, and builds each with this many.
         "num_hidden_layers": config.layer_count if config.kind != "eagle2" or layout.states_draft else 1,
-        "rms_norm_eps": spec.norm_eps,
+        "rms_norm_eps": config.eps,
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if config.rope_scaling else None,
         "tie_word_embeddings": tied and not own_head,  # else SGLang uses the embedding as a draft's own head

@@ -174,7 +174,7 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
 
 VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads it beside speculators
     ({"fc_norm": True}, ["vllm", "sglang"]),
-    ({"norm_output": True, "fc_norm": True}, ["vllm", "sglang"]),
+    ({"norm_output": True, "fc_norm": True, "norm_eps": 0.01}, ["vllm", "sglang"]),
     ({"rope_scaling": LLAMA3}, ["vllm", "sglang"]),
     ({"norm_before_residual": True}, ["vllm"]),
     ({"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}, ["vllm"]),

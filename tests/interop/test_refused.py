@@ -49,7 +49,7 @@ WRONG = [
     ("poss", {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
     ("poss", {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
     ("poss", {"embed_tokens.weight": torch.full((VOCABULARY, D), 9.0)}, "is not the target's: 320 of 320 rows differ"),
-    ("poss", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; a draft of ours for"),
+    ("poss", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
     ("poss", {"intermediate_size": None}, "intermediate_size is None; it must be the width"),
     ("poss", {KEY: 9}, "draft_vocab_size is 9; the draft proposes 320 tokens"),
     ("poss", {"speculators_model_type": "eagle3"}, "is of the speculators format: say --input_format speculators"),
