@@ -15,7 +15,11 @@ Kind = Literal["eagle2", "eagle3", "block"]
 DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
-ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
+ONLY = {  # fields, by the kinds that have them
+    "eagle3": SWITCHES,
+    "block": ("block_layers", "mask_token"),
+    "eagle3 or block": ("inner_layers",),
+}
 REMOVED_FIELDS = {
     "layers_per_specialist": 1,
     "order": None,
@@ -51,7 +55,7 @@ class DraftConfig:
         rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
         norm_eps: added to the mean square in norms; None for the target's.
         block_layers: decoder layers of a block draft, stacked.
-        inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
+        inner_layers: the target's layers that an EAGLE-3 or block draft reads; None for those of EAGLE-3's code.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
 
     Raises:
@@ -91,10 +95,10 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        for kind, names in ONLY.items():
-            for name in names if kind != self.kind else ():
+        for kinds, names in ONLY.items():
+            for name in names if self.kind not in kinds else ():
                 if (value := getattr(self, name)) != getattr(type(self), name):
-                    raise ValueError(f"{name} is {value}, which only kind {kind} has; this draft's kind is {self.kind}")
+                    raise ValueError(f"{name} is {value}, which only kind {kinds} has; this draft is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are both true; one of them must be false")
         if self.one_pass:
@@ -106,6 +110,9 @@ class DraftConfig:
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {count}"
             )
+        inside = range(1, self.target.layers or 1)
+        if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
+            raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
 
     def _check_block(self) -> None:
         if len(self.allocation) > 1 or self.kv == "shared":
@@ -113,9 +120,6 @@ class DraftConfig:
                 f"allocation is {list(self.allocation)} and kv {self.kv}; a draft of kind block has the same layers "
                 "for all positions: give one number, and kv separate"
             )
-        inside = range(1, self.target.layers or 1)
-        if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
-            raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
         if not 0 <= self.mask_row < self.target.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}; {self.target.name} has {self.target.vocab_size} tokens")
 

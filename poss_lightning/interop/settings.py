@@ -1,6 +1,6 @@
 """config.json of a published draft: parsed into a draft's config, and made from one."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import isclose
 from typing import Any
 
@@ -89,8 +89,9 @@ def parse_config(
         **_find_switches(published),
         **(_find_block(published, spec, block_layers) if layout.kind == "block" else {}),
     )
+    if layout.kind == "eagle3":
+        config = replace(config, inner_layers=_find_layers(published, config))
     check_layers(config)
-    _check_layer_ids(published, config)
     return config
 
 
@@ -164,14 +165,18 @@ def _find_window(published: dict[str, Any]) -> int | None:
     return window
 
 
-def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
-    """Raise ValueError where a file names other layers than ours: counted from 1, in eagle_config from 0 or 1."""
-    ids, ours = published.get(LAYER_IDS), list(config.layers)
-    known = [ours]
-    if not ids:
-        ids = mapping(published, "eagle_config").get(LAYER_IDS)
-        known.append([layer - 1 for layer in ours])
-    check_setting(not ids or ids in known, LAYER_IDS, ids, f"a draft of ours for {config.target.name} fuses {ours}")
+def _find_layers(published: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
+    """The layers that an EAGLE-3 file names; None for the usual ones, which eagle_config counts from 0 or from 1.
+
+    Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
+    """
+    top, usual = published.get(LAYER_IDS), list(config.layers)
+    ids, from_0 = top or mapping(published, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
+    words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
+    check_setting(not top or top != from_0, LAYER_IDS, top, words)
+    if not ids or ids in (usual, from_0):
+        return None
+    return _count_layers(LAYER_IDS, ids, 1 if top else 0, config.target)
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:
@@ -220,7 +225,13 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **bias,
         **(_publish_block(config) if config.one_pass else {}),
         **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
+        **(_publish_layers(config) if config.own_head and config.inner_layers else {}),
     }
+
+
+def _publish_layers(config: DraftConfig) -> dict[str, Any]:
+    """The layers that an EAGLE-3 draft fuses, counted from 1 where vLLM reads them, and from 0 where SGLang does."""
+    return {LAYER_IDS: list(config.layers), "eagle_config": {LAYER_IDS: [layer - 1 for layer in config.layers]}}
 
 
 def _publish_block(config: DraftConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ KIND, LAYER_KEYS, ENGINE_KEYS = "speculators_model_type", "transformer_layer_con
 VERSION = "0.9.0"  # whose classes were read, and load what is written
 # keys of EAGLE-3's config.json that do not describe its layer
 OUTER_KEYS = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "draft_vocab_size", "bias", *SWITCHES}
+OUTER_KEYS |= {LAYER_IDS, "eagle_config"}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:

@@ -176,6 +176,7 @@ VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads
     ({"fc_norm": True}, ["vllm", "sglang"]),
     ({"norm_output": True, "fc_norm": True, "norm_eps": 0.01}, ["vllm", "sglang"]),
     ({"rope_scaling": LLAMA3}, ["vllm", "sglang"]),
+    ({"inner_layers": (1, 3, 6)}, ["vllm", "sglang"]),
     ({"norm_before_residual": True}, ["vllm"]),
     ({"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}, ["vllm"]),
 ]
@@ -190,6 +191,8 @@ def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_pat
     for output in [*engines, "speculators"]:
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
         agree(tmp_path / output, draft, deep)
+        from_0 = {FUSED_BY: [0, 2, 5]} if "inner_layers" in variant and output != "speculators" else None
+        assert stated(tmp_path / output).get("eagle_config") == from_0  # which SGLang reads
         back = "speculators" if output == "speculators" else "eagle3"
         convert(tmp_path / output, tmp_path / f"back-{output}", "--input_format", back)
         read_back = Specialists.from_pretrained(tmp_path / f"back-{output}")
@@ -257,6 +260,17 @@ def test_what_engines_do_without_may_be_missing(deep, ids, change):
     assert same(part.state, whole.state) and part.config == whole.config
 
 
-@pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)
-def test_layers_may_be_counted_as_engines_do(deep, ids):
-    parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep)
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [
+        ({FUSED_BY: FUSED}, FUSED),
+        ({FUSED_BY: None}, FUSED),
+        ({"eagle_config": {FUSED_BY: [1, 3, 4]}}, FUSED),
+        ({FUSED_BY: [2, 3, 6]}, [2, 3, 6]),
+        ({"eagle_config": {FUSED_BY: [2, 3, 6]}}, [3, 4, 7]),
+    ],
+    ids=str,
+)
+def test_layers_are_counted_as_engines_do(deep, ids, layers):
+    config = parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep).config
+    assert [*config.layers] == layers and (config.inner_layers is None) == (layers == FUSED)

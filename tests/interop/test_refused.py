@@ -73,8 +73,9 @@ WRONG = [
         {"rope_parameters": {"full_attention": ROPE}},
         "it must be for one kind of layer, not for ['full_attention']",
     ),
-    ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
-    ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
+    ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; it counts from 1, and the usual layers of"),  # in vLLM
+    ("eagle3", {FUSED_BY: [4, 2, 5]}, "it fuses layers [4, 2, 5] of 8"),
+    ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 7]}}, "ids is [2, 3, 7]; it must be numbers of inner layers of"),
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
     ("speculators", {"speculators_model_type": "dflash"}, "type is 'dflash'; a draft of ours has 'eagle3'"),
     ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
