@@ -15,15 +15,9 @@ Kind = Literal["eagle2", "eagle3", "block"]
 DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
-ONLY = {  # fields, by the kinds that have them
-    "eagle3": SWITCHES,
-    "block": ("block_layers", "mask_token"),
-    "eagle3 or block": ("inner_layers",),
-}
-REMOVED_FIELDS = {
-    "layers_per_specialist": 1,
-    "order": None,
-}  # fields of older files, with the only values that are accepted
+# fields, by the kinds that have them
+ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
+REMOVED_FIELDS = {"layers_per_specialist": 1, "order": None}  # of older files, with the only values that are accepted
 PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
     "speculators_model_type": "speculators",
     "dflash_config": "dflash",
@@ -237,11 +231,7 @@ def published_format(stored: dict[str, Any]) -> str:
 
 
 def check_draft(source: str | Path, folder: Path | None = None) -> None:
-    """Raise ValueError for what is not a draft, where it is known what it is and what to give.
-
-    Args:
-        source: a local path, or the hub id that `folder` was downloaded from.
-    """
+    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
     if what := _describe_other(folder or Path(source), source):
         raise ValueError(f"{source} is {what}")
 

@@ -86,7 +86,9 @@ def _load_published(source: str, input_format: str, given: list[int] | None, tar
     mismatch = f"{source} does not fit --input_format {input_format}"
     with _prefix_errors(mismatch):
         layout = _find_input_layout(input_format, stored, tensors)
-        published, positions = _read_config(stored, layout)
+        published, positions = stored, settings.find_positions(stored) if layout.kind == "block" else None
+        if layout.nested:
+            published, positions = speculators.flatten(stored), speculators.find_default_positions(stored)
         allocation = _find_allocation(layout, given, positions, tensors)
     loaded = Target.load(target, dtype=None, device="cpu")
     with _prefix_errors(mismatch):
@@ -134,13 +136,6 @@ def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Colle
         (right != input_format, f"{why}: say --input_format {right}"),
     )
     return replace(layout, layer="layers.{}") if right == "eagle3" and NUMBERED in tensors else layout
-
-
-def _read_config(stored: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], int | None]:
-    """The content of a config.json on one level, and the number of positions where its format states it."""
-    if layout.nested:
-        return speculators.flatten(stored), speculators.find_default_positions(stored)
-    return stored, settings.find_positions(stored) if layout.kind == "block" else None
 
 
 def _find_allocation(

@@ -187,10 +187,5 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
 def check_layers(config: DraftConfig) -> None:
     """Raise ValueError where published code would read other layers of the target: it takes them in ascending order."""
     layers = list(config.layers)
-    refuse(
-        (
-            layers != sorted({*layers}),
-            f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
-            "three need a target of 7 layers or more",
-        )
-    )
+    words = f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
+    refuse((layers != sorted({*layers}), words + "three need a target of 7 layers or more"))

@@ -13,6 +13,8 @@ from poss_lightning.target.spec import TargetSpec
 
 DFLASH_KEY = "dflash_config"
 OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # its keys that ours has, too
+# settings of DFlash that ours lacks, with the values that change nothing
+NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "use_aux_hidden_state": True, "projector_type": "dflash"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 CONFIG_KEY = "poss_lightning"  # our config, where a layout has a place for it
@@ -112,13 +114,7 @@ def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
 
 def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
     """The fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
-    neutral = {
-        "input_embedding_scale": 1,
-        "output_multiplier": 1,
-        "final_logit_softcapping": spec.logit_cap,
-        "use_aux_hidden_state": True,
-        "projector_type": "dflash",
-    }
+    neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap}
     stated = {name: published.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(published, DFLASH_KEY)
     others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
     others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}

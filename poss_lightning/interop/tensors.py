@@ -93,12 +93,8 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftCon
 
 
 def _add_offsets(offsets: Tensor, total: int) -> Tensor:
-    refuse(
-        (
-            offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.int64) or not len(offsets),
-            f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64 or int32, one per draft id",
-        )
-    )
+    words = f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64 or int32, one per draft id"
+    refuse((offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.int64) or not len(offsets), words))
     ids = offsets + torch.arange(len(offsets))
     ascending = bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < total)
     refuse((not ascending, f"{TO_TARGET} does not lead to ascending ids of the target's {total}"))
