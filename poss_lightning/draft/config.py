@@ -15,11 +15,15 @@ Kind = Literal["eagle2", "eagle3", "block"]
 DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
-ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "inner_layers", "mask_token")}  # fields that one kind has
-REMOVED_FIELDS = {
-    "layers_per_specialist": 1,
-    "order": None,
-}  # fields of older files, with the only values that are accepted
+# fields, by the kinds that have them
+ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
+REMOVED_FIELDS = {"layers_per_specialist": 1, "order": None}  # of older files, with the only values that are accepted
+PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
+    "speculators_model_type": "speculators",
+    "dflash_config": "dflash",
+    "DFlashDraftModel": "dflash",
+    "draft_vocab_size": "eagle3",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,9 @@ class DraftConfig:
         window: slots that a query sees, itself and those on its left (a sliding window); None for all.
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have their own.
         rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
+        norm_eps: added to the mean square in norms; None for the target's.
         block_layers: decoder layers of a block draft, stacked.
-        inner_layers: the target's layers that a block draft reads; None for those of EAGLE-3.
+        inner_layers: the target's layers that an EAGLE-3 or block draft reads; None for those of EAGLE-3's code.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
 
     Raises:
@@ -66,6 +71,7 @@ class DraftConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     rope_scaling: RopeScaling | None = None
+    norm_eps: Annotated[float, Range(0, 1)] | None = None
     block_layers: Size = 1
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
@@ -83,10 +89,10 @@ class DraftConfig:
                 f"{POSITIONS.most} positions at most"
             )
         refuse_types(self)
-        for kind, names in ONLY.items():
-            for name in names if kind != self.kind else ():
+        for kinds, names in ONLY.items():
+            for name in names if self.kind not in kinds else ():
                 if (value := getattr(self, name)) != getattr(type(self), name):
-                    raise ValueError(f"{name} is {value}, which only kind {kind} has; this draft's kind is {self.kind}")
+                    raise ValueError(f"{name} is {value}, which only kind {kinds} has; this draft is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are both true; one of them must be false")
         if self.one_pass:
@@ -98,6 +104,9 @@ class DraftConfig:
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {count}"
             )
+        inside = range(1, self.target.layers or 1)
+        if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
+            raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
 
     def _check_block(self) -> None:
         if len(self.allocation) > 1 or self.kv == "shared":
@@ -105,9 +114,6 @@ class DraftConfig:
                 f"allocation is {list(self.allocation)} and kv {self.kv}; a draft of kind block has the same layers "
                 "for all positions: give one number, and kv separate"
             )
-        inside = range(1, self.target.layers or 1)
-        if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
-            raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
         if not 0 <= self.mask_row < self.target.vocab_size:
             raise ValueError(f"mask_token is {self.mask_token}; {self.target.name} has {self.target.vocab_size} tokens")
 
@@ -147,6 +153,11 @@ class DraftConfig:
     def predicts_feature(self) -> bool:
         """Whether it predicts the target's feature, which a loss can compare; else it norms what its head reads."""
         return self.kind == "eagle2"
+
+    @property
+    def eps(self) -> float:
+        """What its norms add to the mean square."""
+        return self.target.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -202,7 +213,6 @@ class DraftConfig:
         Raises:
             ValueError: it is not JSON, or a field is missing, unknown or wrong; the message names file and field.
         """
-        stored: Any = None
         try:
             stored = json.loads(text)
             for name, neutral in REMOVED_FIELDS.items():
@@ -210,26 +220,30 @@ class DraftConfig:
                     raise ValueError(f"{name} is {value!r}, which drafts no longer have")
             return cls(**stored | {"target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
-            if isinstance(stored, dict) and (other := _describe_config(stored, Path(where).parent)):
-                raise ValueError(f"{where} is of {other}") from error
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
 
 
-def check_draft(source: str | Path) -> None:
-    """Raise ValueError for a local path that is not a draft's folder, where it is known what it is and what to give."""
-    if what := _describe_other(Path(source)):
+def published_format(stored: dict[str, Any]) -> str:
+    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
+    found = [*stored, *(stored.get("architectures") or ())]
+    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
+
+
+def check_draft(source: str | Path, folder: Path | None = None) -> None:
+    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
+    if what := _describe_other(folder or Path(source), source):
         raise ValueError(f"{source} is {what}")
 
 
-def _describe_other(path: Path) -> str:
+def _describe_other(path: Path, source: str | Path) -> str:
     """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
     if path.suffix == ".ckpt" and path.is_file():
         return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
     if path.is_file():
         return "a file; a draft is a folder with config.json and model.safetensors"
     if (path / "config.json").is_file():
-        return _describe_config(read_json(path / "config.json"), path)
+        return _describe_config(read_json(path / "config.json"), path, source)
     if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
         return f"a training's folder; its draft is {drafts[0]}"
     if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
@@ -240,16 +254,14 @@ def _describe_other(path: Path) -> str:
     return ""
 
 
-def _describe_config(stored: dict[str, Any], folder: Path) -> str:
+def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
     """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
     if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
         return ""
     if "poss_lightning" in stored:
         return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kinds = {"speculators_model_type": "speculators", "dflash_config": "dflash", "draft_vocab_size": "eagle3"}
-    kind = next((kind for field, kind in kinds.items() if field in stored), "eagle")
-    layers = stored.get("num_hidden_layers")
+    kind, layers = published_format(stored), stored.get("num_hidden_layers")
     if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
         return "a whole model: it may be the target, and a draft is trained for it"
-    convert = f"poss convert {shlex.quote(str(folder))} DRAFT --input_format {kind} --target TARGET"
+    convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
     return f"a draft in a published format; one of ours is written by: {convert}"

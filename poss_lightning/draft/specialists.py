@@ -93,11 +93,11 @@ class Specialists(nn.Module):
             "heads": spec.heads,
             "kv_heads": spec.kv_heads,
             "head_dim": spec.head_dim,
-            "norm_eps": spec.norm_eps,
+            "norm_eps": config.eps,
         }
         if config.one_pass:
             self.layers = Layers(BlockLayer(**sizes) for _ in range(config.layer_count))
-            self.context_norm = Norm(width, eps=spec.norm_eps)
+            self.context_norm = Norm(width, eps=config.eps)
             self.register_buffer("mask", torch.zeros(width))
         elif config.reads_inner_layers:
             sizes["norm_before_residual"] = config.norm_before_residual
@@ -108,9 +108,9 @@ class Specialists(nn.Module):
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
         if norms := config.input_norms:
             part = self.fc.in_features // norms
-            self.fc_norm = nn.ModuleList(Norm(part, eps=spec.norm_eps) for _ in range(norms))
+            self.fc_norm = nn.ModuleList(Norm(part, eps=config.eps) for _ in range(norms))
         if not config.predicts_feature:
-            self.norm = Norm(width, eps=spec.norm_eps)
+            self.norm = Norm(width, eps=config.eps)
         if config.own_head:
             self.lm_head = nn.Linear(width, config.vocabulary_size or spec.vocab_size, bias=False)
         for module in self.modules():
@@ -224,8 +224,8 @@ class Specialists(nn.Module):
         ours, theirs = self.config, other.config
         if difference := ours.target.difference(theirs.target):
             raise ValueError(f"the draft to start from has a different target: {difference}")
-        for name, own, its in (("kind", ours.kind, theirs.kind), ("layers", [*ours.layers], [*theirs.layers])):
-            if own != its:
+        for name in ("kind", "layers", "norm_eps"):
+            if (own := getattr(ours, name)) != (its := getattr(theirs, name)):
                 raise ValueError(f"the draft to start from has {name} {its}, and this one {own}")
         for name in ("fc_norm", "norm_output"):
             if getattr(theirs, name) and not getattr(ours, name):
@@ -312,6 +312,7 @@ class Specialists(nn.Module):
         """
         check_draft(source)
         folder = find_draft(source)
+        check_draft(source, folder)
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).is_file():
                 raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")

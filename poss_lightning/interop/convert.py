@@ -10,12 +10,13 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
+from poss_lightning.draft.config import published_format
 from poss_lightning.draft.folder import CONFIG, WEIGHTS, check_state, find_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
-from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
-from poss_lightning.interop.tensors import Draft, check_frozen, check_tensor_names, find_vocabulary, to_ours, to_theirs
+from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, SPEED, Layout, check_expressible, find_layout, refuse
+from poss_lightning.interop.tensors import Draft, check_frozen, complete, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 
@@ -80,12 +81,15 @@ def _load_ours(source: str) -> Draft:
 
 def _load_published(source: str, input_format: str, given: list[int] | None, target: str) -> tuple[Draft, Target]:
     """A draft in a published format, and its target, which is loaded once the files are known to agree."""
-    folder, layout = fetch(source, "draft", checkpoints.FILES), LAYOUTS[input_format]
+    folder = fetch(source, "draft", checkpoints.FILES)
     stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
     mismatch = f"{source} does not fit --input_format {input_format}"
     with _prefix_errors(mismatch):
-        published, positions = _read_config(stored, layout)
-        allocation = _find_allocation(input_format, given, positions, tensors)
+        layout = _find_input_layout(input_format, stored, tensors)
+        published, positions = stored, settings.find_positions(stored) if layout.kind == "block" else None
+        if layout.nested:
+            published, positions = speculators.flatten(stored), speculators.find_default_positions(stored)
+        allocation = _find_allocation(layout, given, positions, tensors)
     loaded = Target.load(target, dtype=None, device="cpu")
     with _prefix_errors(mismatch):
         return parse_published(published, tensors, layout, allocation, loaded), loaded
@@ -105,7 +109,7 @@ def parse_published(
     """
     layers = max(layout.count_layers(tensors), 1)
     config = settings.parse_config(published, layout, allocation, target.spec, block_layers=layers)
-    check_tensor_names(tensors, layout, config)
+    tensors = complete(tensors, layout, config, target.embed_head)
     check_frozen(tensors, target.embed_head, layout)
     draft = to_ours(tensors, config, layout, find_vocabulary(tensors, layout, config))
     if config.one_pass:
@@ -114,29 +118,36 @@ def parse_published(
     return draft
 
 
-def _read_config(stored: dict[str, Any], layout: Layout) -> tuple[dict[str, Any], int | None]:
-    """The content of a config.json on one level, and the number of positions where its format states it."""
-    if layout.nested:
-        return speculators.flatten(stored), speculators.find_default_positions(stored)
+def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Collection[str]) -> Layout:
+    """The layout of a published draft. Raises ValueError, with the right format, where its files are of another."""
+    found, layout, layers = published_format(stored), LAYOUTS[input_format], SPEED.count_layers(tensors)
+    right, why = input_format, ""
+    if found in ("speculators", "dflash"):
+        right, why = found, f"its config.json is of the {found} format"
+    elif any(name.startswith("midlayer.") for name in tensors):
+        right, why = "eagle3", "its layer is EAGLE-3's midlayer"
+    elif NUMBERED in tensors:
+        right = "speed" if layers > 1 or input_format == "speed" else "eagle3"
+        why = f"its layers are EAGLE-3's and numbered, {layers} in all"
+    elif layout.kind == "eagle3" and (layers or layout.nested):
+        right, why = "poss" if layers > 1 else "eagle", f"it has no {NUMBERED}, as EAGLE-3 has"
     refuse(
         ("target" in stored, "its config.json is of our format: leave out --input_format"),
-        (speculators.KIND in stored, "its config.json is of the speculators format: say --input_format speculators"),
+        (right != input_format, f"{why}: say --input_format {right}"),
     )
-    return stored, settings.find_positions(stored) if layout.kind == "block" else None
+    return replace(layout, layer="layers.{}") if right == "eagle3" and NUMBERED in tensors else layout
 
 
 def _find_allocation(
-    input_format: str, given: list[int] | None, positions: int | None, tensors: Collection[str]
+    layout: Layout, given: list[int] | None, positions: int | None, tensors: Collection[str]
 ) -> list[int]:
     """The allocation that was given; else one layer for the positions that the file states, or for the usual ones."""
-    layout, layers = LAYOUTS[input_format], LAYOUTS[input_format].count_layers(tensors)
-    numbered = NUMBERED in tensors and input_format not in ("speed", "speculators")
+    layers = layout.count_layers(tensors)
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
-    elif layers:  # else `check_tensor_names` names the first missing tensor
+    elif layers:  # else `complete` names the first missing tensor
         has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(
-            (numbered, "its layers are EAGLE-3's and numbered: say --input_format speed"),
             (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),
             (
                 layout.several and given is None,

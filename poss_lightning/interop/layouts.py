@@ -36,7 +36,7 @@ NAMES = {  # by kind of draft, ours -> theirs: outside the layers, and within on
 BIAS = "fc.bias"  # of EAGLE-2's drafts; zeros where a file lacks it
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"  # the target's; a file may have them
 TO_TARGET, TO_DRAFT = "d2t", "t2d"  # EAGLE-3's smaller vocabulary
-NUMBERED = "layers.0.hidden_norm.weight"  # only files of SPEED and of speculators have this tensor
+NUMBERED = "layers.0.hidden_norm.weight"  # of EAGLE-3's layers alone: SPEED, speculators and ModelOpt number them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,8 @@ class Layout:
 
 
 ANGLES = frozenset({"rope_scaling"})
-VLLM = ANGLES | {*SWITCHES}  # what its EAGLE-3 code reads
+LAYERS = ANGLES | {"inner_layers"}
+VLLM = LAYERS | {*SWITCHES}  # what its EAGLE-3 code reads
 EAGLE3 = Layout(
     kind="eagle3",
     layer="midlayer",
@@ -95,7 +96,7 @@ EAGLE3 = Layout(
     vocabulary="d2t",
 )
 SPEED = replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared")
-DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=ANGLES)
+DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=LAYERS)
 ENGINE = Layout(embedding=False, even=False, knows=ANGLES)  # EAGLE-2's single layers in vLLM and SGLang
 LAYOUTS = {  # by what a file is called
     "eagle": Layout(),
@@ -117,7 +118,7 @@ LAYOUTS = {  # by what a file is called
     "sglang": replace(ENGINE, architecture="LlamaForCausalLMEagle", bias="always", vocabulary="token_map"),
 }
 OUTPUTS = [name for name in LAYOUTS if name not in ("hass", "speed")]  # formats that are written, too
-ENGINES = {"vllm": VLLM, "sglang": ANGLES | {"fc_norm", "norm_output"}}  # what they read beyond EAGLE-3's own code
+ENGINES = {"vllm": VLLM, "sglang": LAYERS | {"fc_norm", "norm_output"}}  # what they read beyond EAGLE-3's own code
 # What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
@@ -166,7 +167,7 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
     """What a layout cannot express: what it is in a draft, and in every file of that layout."""
     spec, runs = config.target, config.allocation
     fields: dict[str, tuple[Any, Any]] = {"kind": (config.kind, layout.kind)}
-    for name in (*SWITCHES, "rope_scaling", "window"):
+    for name in (*SWITCHES, "rope_scaling", "window", "inner_layers"):
         if name not in layout.knows:
             fields[name] = getattr(config, name), getattr(DraftConfig, name)
     if not layout.several:
@@ -186,10 +187,5 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
 def check_layers(config: DraftConfig) -> None:
     """Raise ValueError where published code would read other layers of the target: it takes them in ascending order."""
     layers = list(config.layers)
-    refuse(
-        (
-            layers != sorted({*layers}),
-            f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
-            "three need a target of 7 layers or more",
-        )
-    )
+    words = f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
+    refuse((layers != sorted({*layers}), words + "three need a target of 7 layers or more"))

@@ -1,6 +1,6 @@
 """config.json of a published draft: parsed into a draft's config, and made from one."""
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from math import isclose
 from typing import Any
 
@@ -13,6 +13,8 @@ from poss_lightning.target.spec import TargetSpec
 
 DFLASH_KEY = "dflash_config"
 OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # its keys that ours has, too
+# settings of DFlash that ours lacks, with the values that change nothing
+NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "use_aux_hidden_state": True, "projector_type": "dflash"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
 CONFIG_KEY = "poss_lightning"  # our config, where a layout has a place for it
@@ -61,13 +63,13 @@ def parse_config(
             "num_attention_heads": (heads, spec.heads),
             "num_key_value_heads": (published.get("num_key_value_heads") or heads, spec.kv_heads),
             "head_dim": (published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
-            "rms_norm_eps": (published.get("rms_norm_eps", 1e-6), spec.norm_eps),
             "partial_rotary_factor": ((published | rope).get("partial_rotary_factor") or 1, 1),
             "hidden_act": (published.get("hidden_act", "silu"), "silu"),
         },
     )
-    theta = (published | rope).get("rope_theta") or 10000.0
+    theta, eps = (published | rope).get("rope_theta") or 10000.0, published.get("rms_norm_eps", 1e-6)
     check_setting(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
+    check_setting(isinstance(eps, float), "rms_norm_eps", eps, "it must be a number, like 1e-06")
     width = published.get("intermediate_size")
     check_setting(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
     size = published.get("draft_vocab_size") or total
@@ -85,11 +87,13 @@ def parse_config(
         window=_find_window(published),
         rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
         rope_scaling=_find_scaling(rope),
+        norm_eps=None if _is_same(eps, spec.norm_eps) else eps,
         **_find_switches(published),
         **(_find_block(published, spec, block_layers) if layout.kind == "block" else {}),
     )
+    if layout.kind == "eagle3":
+        config = replace(config, inner_layers=_find_layers(published, config))
     check_layers(config)
-    _check_layer_ids(published, config)
     return config
 
 
@@ -109,28 +113,33 @@ def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
-    """The fields that only a block draft has. DFlash counts the target's layers from 0, by their outputs."""
-    stated = mapping(published, DFLASH_KEY)
+    """The fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
+    neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap}
+    stated = {name: published.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(published, DFLASH_KEY)
     others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
     others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
     for name, value in others.items():
-        check_setting(not value, name, value, "a draft of ours does not have it")
-    ids: Any = stated.get("target_layer_ids") or []
-    mask = stated.get("mask_token_id")
-    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < (spec.layers or 0) - 1 for i in ids)
-    check_setting(
-        known and bool(ids), "target_layer_ids", ids, f"it must be numbers of inner layers of {spec.name}, from 0"
-    )
+        check_setting(not value or value == neutral.get(name), name, value, "a draft of ours does not have it")
+    layers, mask = _count_layers("target_layer_ids", stated["target_layer_ids"], 0, spec), stated["mask_token_id"]
     check_setting(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
-    return {"block_layers": block_layers, "inner_layers": tuple(i + 1 for i in ids), "mask_token": mask}
+    return {"block_layers": block_layers, "inner_layers": layers, "mask_token": mask}
+
+
+def _count_layers(name: str, ids: Any, first: int, spec: TargetSpec) -> tuple[int, ...]:
+    """Inner layers of the target, counted from 1, of a key that counts them from `first`, by their outputs."""
+    known = isinstance(ids, list) and all(type(i) is int and first <= i < (spec.layers or 0) - 1 + first for i in ids)
+    words = f"it must be numbers of inner layers of {spec.name}, from {first}"
+    check_setting(known and bool(ids), name, ids, words)
+    return tuple(i + 1 - first for i in ids)
 
 
 def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     of_kinds = [name for name, value in rope.items() if isinstance(value, dict)]
     check_setting(not of_kinds, "rope_parameters", rope, f"it must be for one kind of layer, not for {of_kinds}")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    check_setting(kind in ("default", "llama3"), "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
-    if kind == "default":
+    known = ("default", "mrope", "llama3")  # of text alone, mrope's angles are the default
+    check_setting(kind in known, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
+    if kind != "llama3":
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
     try:
@@ -152,14 +161,18 @@ def _find_window(published: dict[str, Any]) -> int | None:
     return window
 
 
-def _check_layer_ids(published: dict[str, Any], config: DraftConfig) -> None:
-    """Raise ValueError where a file names other layers than ours: counted from 1, in eagle_config from 0 or 1."""
-    ids, ours = published.get(LAYER_IDS), list(config.layers)
-    known = [ours]
-    if not ids:
-        ids = mapping(published, "eagle_config").get(LAYER_IDS)
-        known.append([layer - 1 for layer in ours])
-    check_setting(not ids or ids in known, LAYER_IDS, ids, f"a draft of ours for {config.target.name} fuses {ours}")
+def _find_layers(published: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
+    """The layers that an EAGLE-3 file names; None for the usual ones, which eagle_config counts from 0 or from 1.
+
+    Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
+    """
+    top, usual = published.get(LAYER_IDS), list(config.layers)
+    ids, from_0 = top or mapping(published, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
+    words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
+    check_setting(not top or top != from_0, LAYER_IDS, top, words)
+    if not ids or ids in (usual, from_0):
+        return None
+    return _count_layers(LAYER_IDS, ids, 1 if top else 0, config.target)
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:
@@ -196,7 +209,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         "head_dim": spec.head_dim,
         # PosS takes the number of layers as an argument, and builds each with this many.
         "num_hidden_layers": config.layer_count if config.kind != "eagle2" or layout.states_draft else 1,
-        "rms_norm_eps": spec.norm_eps,
+        "rms_norm_eps": config.eps,
         "rope_theta": rope.pop("rope_theta"),
         "rope_scaling": rope if config.rope_scaling else None,
         "tie_word_embeddings": tied and not own_head,  # else SGLang uses the embedding as a draft's own head
@@ -208,7 +221,13 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **bias,
         **(_publish_block(config) if config.one_pass else {}),
         **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
+        **(_publish_layers(config) if config.own_head and config.inner_layers else {}),
     }
+
+
+def _publish_layers(config: DraftConfig) -> dict[str, Any]:
+    """The layers that an EAGLE-3 draft fuses, counted from 1 where vLLM reads them, and from 0 where SGLang does."""
+    return {LAYER_IDS: list(config.layers), "eagle_config": {LAYER_IDS: [layer - 1 for layer in config.layers]}}
 
 
 def _publish_block(config: DraftConfig) -> dict[str, Any]:

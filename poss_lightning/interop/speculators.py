@@ -19,18 +19,15 @@ KIND, LAYER_KEYS, ENGINE_KEYS = "speculators_model_type", "transformer_layer_con
 VERSION = "0.9.0"  # whose classes were read, and load what is written
 # keys of EAGLE-3's config.json that do not describe its layer
 OUTER_KEYS = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "draft_vocab_size", "bias", *SWITCHES}
+OUTER_KEYS |= {LAYER_IDS, "eagle_config"}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
     """A config.json of this format, under the keys of EAGLE-3's.
 
     Raises:
-        ValueError: it is of a different format or method, or its layer is not a Llama's.
+        ValueError: it is of a different method, or its layer is not a Llama's.
     """
-    if KIND not in stored:
-        raise ValueError(
-            f"config.json has no {KIND}, so it is not of the speculators format: say --input_format eagle3"
-        )
     layer = mapping(stored, LAYER_KEYS)
     check_setting(bool(layer), LAYER_KEYS, stored.get(LAYER_KEYS), "it must describe the draft's layer")
     width = layer.get("hidden_size")

@@ -17,8 +17,16 @@ class Draft(NamedTuple):
     state: dict[str, Tensor]
 
 
-def check_tensor_names(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> None:
-    """Raise ValueError where a file lacks a tensor, or has one that the layout does not have."""
+def complete(
+    tensors: dict[str, Tensor], layout: Layout, config: DraftConfig, embed_head: EmbedHead
+) -> dict[str, Tensor]:
+    """A file's tensors, and the target's head if an EAGLE-3 draft of all tokens has none, as engines lend it.
+
+    Raises:
+        ValueError: the file lacks a tensor, or has one that the layout does not have.
+    """
+    if config.own_head and config.vocabulary_size is None and not tensors.keys() & {HEAD, TO_TARGET}:
+        tensors = tensors | {HEAD: embed_head.head.clone()}
     names = set(layout.number_names(config.layer_count, config.input_norms).values())
     elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}
     missing = sorted(names - tensors.keys() - {BIAS})
@@ -27,6 +35,7 @@ def check_tensor_names(tensors: dict[str, Tensor], layout: Layout, config: Draft
         if found:
             others = f" (and {len(found) - 1} more)" if found[1:] else ""
             raise ValueError(f"{found[0]} {words}{others}")
+    return tensors
 
 
 def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
@@ -49,9 +58,10 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
             for a, b in zip(theirs.split(4096), ours.split(4096), strict=True)  # chunks, to save memory in float32
         )
         if differing:
+            random = f", or an export whose {name} is random and may be removed" if layout.kind == "eagle3" else ""
             raise ValueError(
                 f"{name} is not the target's: {differing} of {len(ours)} rows differ by more than the rounding of "
-                f"{theirs.dtype} and {ours.dtype}; is it a different target?"
+                f"{theirs.dtype} and {ours.dtype}; is it a different target{random}?"
             )
 
 
@@ -59,7 +69,7 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftCon
     """The target's token ids that a published draft proposes, ascending: (V,).
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
-    ids. Engines ignore t2d, so it may be missing.
+    ids. Engines ignore t2d, so it may be missing, or mark nothing.
 
     Raises:
         ValueError: d2t is missing, or has a wrong shape or dtype, or contradicts t2d or the config.
@@ -71,10 +81,10 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftCon
         if tensors.keys() & {TO_TARGET, TO_DRAFT} or head[:1] != [total]:
             refuse((TO_TARGET not in tensors, f"{TO_TARGET} is missing, and {HEAD} is {head} for {total} tokens"))
             ids = _add_offsets(tensors[TO_TARGET], total)
-    marks = _make_maps(ids, total)[TO_DRAFT]
+    marks, given = _make_maps(ids, total)[TO_DRAFT], tensors.get(TO_DRAFT)
     refuse(
         (
-            tensors.get(TO_DRAFT, marks).tolist() != marks.tolist(),
+            given is not None and bool(given.any()) and given.tolist() != marks.tolist(),
             f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives",
         ),
         (len(ids) != size, f"config.json: draft_vocab_size is {size}; the draft proposes {len(ids)} tokens"),
@@ -83,12 +93,8 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftCon
 
 
 def _add_offsets(offsets: Tensor, total: int) -> Tensor:
-    refuse(
-        (
-            offsets.ndim != 1 or offsets.dtype != torch.int64 or not len(offsets),
-            f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64, one per draft id",
-        )
-    )
+    words = f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64 or int32, one per draft id"
+    refuse((offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.int64) or not len(offsets), words))
     ids = offsets + torch.arange(len(offsets))
     ascending = bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < total)
     refuse((not ascending, f"{TO_TARGET} does not lead to ascending ids of the target's {total}"))

@@ -60,7 +60,7 @@ class Specialist(nn.Module):
         )
         self.o_proj = RowParallelLinear(spec.heads * head_dim, width, bias=False, prefix=f"{within}.o_proj")
         self.mlp = LlamaMLP(width, draft.intermediate_size or spec.intermediate_size, "silu", prefix=f"{prefix}.mlp")
-        self.post_attention_layernorm = RMSNorm(width, eps=spec.norm_eps)
+        self.post_attention_layernorm = RMSNorm(width, eps=draft.eps)
         self.norm_before_residual = draft.norm_before_residual
         self.rotary = get_rope(head_dim, context, rope_parameters=rope_parameters(draft))
 
@@ -95,8 +95,8 @@ class NormedSpecialist(Specialist):
 
     def __init__(self, draft: DraftConfig, context: int, prefix: str):
         super().__init__(draft, context, prefix)
-        self.input_layernorm = RMSNorm(draft.target.hidden_size, eps=draft.target.norm_eps)
-        self.hidden_norm = RMSNorm(draft.target.hidden_size, eps=draft.target.norm_eps)
+        self.input_layernorm = RMSNorm(draft.target.hidden_size, eps=draft.eps)
+        self.hidden_norm = RMSNorm(draft.target.hidden_size, eps=draft.eps)
 
     def attention_input(self, z: Tensor) -> Tensor:
         embedded, hidden = z.chunk(2, dim=-1)
@@ -136,11 +136,9 @@ class Specialists(nn.Module):
             for layer, name in list(zip(layers, names, strict=True))[:cached]
         )
         if norms := draft.input_norms:
-            self.fc_norm = nn.ModuleList(
-                RMSNorm(parts * width // norms, eps=draft.target.norm_eps) for _ in range(norms)
-            )
+            self.fc_norm = nn.ModuleList(RMSNorm(parts * width // norms, eps=draft.eps) for _ in range(norms))
         if draft.own_head:
-            self.norm = RMSNorm(width, eps=draft.target.norm_eps)
+            self.norm = RMSNorm(width, eps=draft.eps)
 
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the head and the next position read, (S, D) each, from tokens (S,) and the features on their left."""

@@ -40,7 +40,7 @@ def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
     """Settings without an option that a draft takes over from the one it starts from, if that has the same kind."""
     if start is None or start.config.kind != kind:
         return {}
-    return {name: getattr(start.config, name) for name in ("inner_layers", "mask_token")}
+    return {name: getattr(start.config, name) for name in ("inner_layers", "mask_token", "norm_eps")}
 
 
 def begin_draft(

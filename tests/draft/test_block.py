@@ -209,16 +209,19 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkey
 
 
 def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(target):
-    config = {"block_layers": 2, "inner_layers": (1, 3), "mask_token": 5}
+    config = {"block_layers": 2, "inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
     draft, start = (block_draft(target, seed=seed, **config) for seed in (0, 7))
-    assert inherited(start, "block") == {"inner_layers": (1, 3), "mask_token": 5}
+    assert inherited(start, "block") == {"inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
     assert inherited(start, "eagle3") == inherited(None, "block") == {}
     draft.start_from(start)
     torch.testing.assert_close(draft.state_dict(), start.state_dict())
-    with pytest.raises(ValueError, match=r"the draft to start from has layers \[1, 3\], and this one \[2, 3, 4\]"):
-        block_draft(target, block_layers=2).start_from(start)
-    with pytest.raises(ValueError, match="other sizes"):
-        block_draft(target, block_layers=3, inner_layers=(1, 3)).start_from(start)
+    for changes, words in (
+        ({"inner_layers": None}, r"layers \(1, 3\), and this one \(2, 3, 4\)"),
+        ({"norm_eps": None}, "norm_eps 0.01, and this one None"),
+        ({"block_layers": 3}, "other sizes"),
+    ):
+        with pytest.raises(ValueError, match=f"the draft to start from has {words}"):
+            block_draft(target, **config | changes).start_from(start)
 
 
 def test_a_block_has_no_more_places_than_it_was_trained_with(target):

@@ -51,6 +51,8 @@ BLOCK = {"kind": "block"}
         ({"kind": "eagle3", "layers": None}, "tiny has layers that were not counted: extract anew"),
         ({"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
         ({"kind": "eagle3", "block_layers": 2}, "block_layers is 2, which only kind block has"),
+        ({"inner_layers": (1,)}, r"inner_layers is \(1,\), which only kind eagle3 or block has"),
+        ({"kind": "eagle3", "inner_layers": (0, 2)}, r"inner_layers is \[0, 2\]; tiny has 1 to 6"),
         (BLOCK | {"fc_norm": True}, "fc_norm is True, which only kind eagle3 has"),
         (BLOCK | {"allocation": (3, 3)}, "give one number"),
         (BLOCK | {"kv": "shared"}, "give one number"),

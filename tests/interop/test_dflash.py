@@ -1,11 +1,15 @@
 """DFlash's published layout: what its files call our tensors, there and back, and what they say that ours cannot be."""
 
 import json
+from dataclasses import replace
 
+import pytest
 import torch
 
 from poss_lightning.draft.specialists import Specialists
-from tests.support.layouts import put, read, same
+from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.settings import parse_config
+from tests.support.layouts import CONFIG, put, read, same
 from tests.support.tiny import tiny_draft
 
 NAMES = {  # theirs -> ours; of each layer the second part
@@ -55,6 +59,22 @@ def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp
     stated = json.loads((tmp_path / "back" / "config.json").read_text())
     assert {name: stated[name] for name in STATED} == STATED
     assert stated["architectures"] == ["DFlashDraftModel"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        STATED["dflash_config"] | {"dflash_config": None},
+        {"mask_token_id": 3, "input_embedding_scale": 1.0, "output_multiplier": 1, "final_logit_softcapping": 30.0},
+        {"dflash_config": STATED["dflash_config"] | {"use_aux_hidden_state": True, "projector_type": "dflash"}},
+    ],
+    ids=str,
+)
+def test_settings_may_lie_on_the_top_level_and_say_what_is_so_anyway(deep, given):
+    """As z-lab reads them: in dflash_config first."""
+    spec = replace(deep.spec, logit_cap=30.0)
+    plain, other = (parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, 2) for each in ({}, given))
+    assert plain == other and plain.mask_row == 319
 
 
 def test_ours_comes_back_with_its_scale_in_fc(convert, deep, tmp_path):

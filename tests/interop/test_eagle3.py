@@ -102,6 +102,15 @@ def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
     agree(tmp_path / "back", draft, deep)
 
 
+def test_a_single_layer_may_be_numbered(convert, deep, tmp_path):
+    """As NVIDIA's ModelOpt exports it."""
+    for out, layer in (("named", "midlayer"), ("numbered", "layers.0")):
+        theirs = put(tmp_path / layer, random_file(layers=(layer,)), **{KEY: len(SOME)})
+        convert(theirs, tmp_path / out, "--input_format", "eagle3")
+    assert same(read(tmp_path / "named"), read(tmp_path / "numbered"))
+    assert (tmp_path / "named" / "config.json").read_text() == (tmp_path / "numbered" / "config.json").read_text()
+
+
 # --- SPEED: several layers, one cache ---
 
 THREE = ("layers.0", "layers.1", "layers.2")
@@ -165,8 +174,9 @@ def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, cap
 
 VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads it beside speculators
     ({"fc_norm": True}, ["vllm", "sglang"]),
-    ({"norm_output": True, "fc_norm": True}, ["vllm", "sglang"]),
+    ({"norm_output": True, "fc_norm": True, "norm_eps": 0.01}, ["vllm", "sglang"]),
     ({"rope_scaling": LLAMA3}, ["vllm", "sglang"]),
+    ({"inner_layers": (1, 3, 6)}, ["vllm", "sglang"]),
     ({"norm_before_residual": True}, ["vllm"]),
     ({"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}, ["vllm"]),
 ]
@@ -181,6 +191,8 @@ def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_pat
     for output in [*engines, "speculators"]:
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
         agree(tmp_path / output, draft, deep)
+        from_0 = {FUSED_BY: [0, 2, 5]} if "inner_layers" in variant and output != "speculators" else None
+        assert stated(tmp_path / output).get("eagle_config") == from_0  # which SGLang reads
         back = "speculators" if output == "speculators" else "eagle3"
         convert(tmp_path / output, tmp_path / f"back-{output}", "--input_format", back)
         read_back = Specialists.from_pretrained(tmp_path / f"back-{output}")
@@ -229,14 +241,36 @@ def test_a_training_takes_a_variant_over_with_its_weights(deep):
         torch.testing.assert_close(ours, theirs)
 
 
-def test_marks_may_be_missing_as_engines_skip_them(deep):
-    given, tensors = CONFIG | {KEY: len(SOME)}, random_file()
-    whole = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
-    del tensors["t2d"]
-    part = parse_published(given, tensors, LAYOUTS["eagle3"], [7], deep)
+@pytest.mark.parametrize(
+    ("ids", "change"),
+    [
+        (SOME, {"t2d": None}),
+        (SOME, {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}),
+        (SOME, {"d2t": maps(SOME)["d2t"].int()}),
+        (None, {"lm_head.weight": None}),
+    ],
+    ids=["no marks", "nothing marked", "int32", "no head"],
+)
+def test_what_engines_do_without_may_be_missing(deep, ids, change):
+    """Marks; and the head of a draft that proposes all tokens, which is then the target's."""
+    given = CONFIG | {KEY: None if ids is None else len(ids)}
+    tensors = random_file(ids) | ({"lm_head.weight": deep.embed_head.head} if ids is None else {})
+    left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+    part, whole = (parse_published(given, each, LAYOUTS["eagle3"], [7], deep) for each in (left, tensors))
     assert same(part.state, whole.state) and part.config == whole.config
 
 
-@pytest.mark.parametrize("ids", [{FUSED_BY: FUSED}, {"eagle_config": {FUSED_BY: [1, 3, 4]}}, {FUSED_BY: None}], ids=str)
-def test_layers_may_be_counted_as_engines_do(deep, ids):
-    parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep)
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [
+        ({FUSED_BY: FUSED}, FUSED),
+        ({FUSED_BY: None}, FUSED),
+        ({"eagle_config": {FUSED_BY: [1, 3, 4]}}, FUSED),
+        ({FUSED_BY: [2, 3, 6]}, [2, 3, 6]),
+        ({"eagle_config": {FUSED_BY: [2, 3, 6]}}, [3, 4, 7]),
+    ],
+    ids=str,
+)
+def test_layers_are_counted_as_engines_do(deep, ids, layers):
+    config = parse_published(CONFIG | {KEY: len(SOME)} | ids, random_file(), LAYOUTS["eagle3"], [7], deep).config
+    assert [*config.layers] == layers and (config.inner_layers is None) == (layers == FUSED)

@@ -55,7 +55,7 @@ def stated(folder: Path) -> dict:
     [
         ("eagle", None, {"rope_theta": 50.0}, torch.float16, "safetensors"),
         ("eagle", [4], {"bias": False}, torch.bfloat16, "bin"),
-        ("hass", None, {}, torch.float32, "safetensors shards"),
+        ("hass", None, {"rms_norm_eps": 0.1}, torch.float32, "safetensors shards"),
         ("poss", [2, 2, 2], {}, torch.float32, "bin shards"),
         ("poss", [1] * 4, {"bias": False}, torch.float16, "safetensors"),
     ],
@@ -77,7 +77,7 @@ def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
     draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
     assert draft.config.allocation == tuple(allocation or [6])
     assert draft.config.depth == {"eagle": 1, "hass": 3, "poss": sum(allocation or [])}[name]
-    assert draft.config.rope_theta == changes.get("rope_theta")
+    assert (draft.config.rope_theta, draft.config.norm_eps) == (changes.get("rope_theta"), changes.get("rms_norm_eps"))
     assert {tensor.dtype for key, tensor in stored.items() if key != "scale"} == {dtype}
     assert not any(VOCABULARY in tensor.shape for tensor in stored.values())
     agree(tmp_path / "back", draft, target)
@@ -159,10 +159,11 @@ def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, st
 
 
 def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
-    """And a number that a GGUF file rounded to float32 is still the same."""
+    """And a number that a GGUF file rounded to float32 is still the same, as are mrope's angles of text."""
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope):
+    mrope = CONFIG | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope, mrope):
         config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 

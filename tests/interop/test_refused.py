@@ -3,13 +3,16 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from torch import Tensor
 
-from poss_lightning.draft.config import DraftConfig, check_draft
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.target.model import Target
 from tests.interop import test_dflash as dflash
@@ -46,7 +49,7 @@ WRONG = [
     ("poss", {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
     ("poss", {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
     ("poss", {"embed_tokens.weight": torch.full((VOCABULARY, D), 9.0)}, "is not the target's: 320 of 320 rows differ"),
-    ("poss", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05; a draft of ours for"),
+    ("poss", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
     ("poss", {"intermediate_size": None}, "intermediate_size is None; it must be the width"),
     ("poss", {KEY: 9}, "draft_vocab_size is 9; the draft proposes 320 tokens"),
     ("poss", {"speculators_model_type": "eagle3"}, "is of the speculators format: say --input_format speculators"),
@@ -54,7 +57,9 @@ WRONG = [
     ("eagle3", {UP: torch.zeros(2, 2)}, f"{UP} has no place in this layout"),
     ("eagle3", {"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is torch.float32 [32, 64]; it must be floats [32, 96]"),
     ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for 320 tokens"),
-    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64, one per draft id"),
+    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64 or int32, one per draft"),
+    ("eagle3", {"lm_head.weight": None}, "lm_head.weight is missing"),
+    ("eagle3", {"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is random and may be re"),
     ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
     ("eagle3", {"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
     ("eagle3", {"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "t2d does not mark the 107 of the target's 320 ids"),
@@ -63,13 +68,10 @@ WRONG = [
     ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
     ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; it must be a valid number"),
-    (
-        "eagle3",
-        {"rope_parameters": {"full_attention": ROPE}},
-        "it must be for one kind of layer, not for ['full_attention']",
-    ),
-    ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; a draft of ours for"),  # vLLM counts this key from 1
-    ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 4]}}, "fuses [2, 4, 5]"),
+    ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "for one kind of layer, not for ['full_attention']"),
+    ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; it counts from 1, and the usual layers of"),  # in vLLM
+    ("eagle3", {FUSED_BY: [4, 2, 5]}, "it fuses layers [4, 2, 5] of 8"),
+    ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 7]}}, "ids is [2, 3, 7]; it must be numbers of inner layers of"),
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
     ("speculators", {"speculators_model_type": "dflash"}, "type is 'dflash'; a draft of ours has 'eagle3'"),
     ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
@@ -79,18 +81,17 @@ WRONG = [
     ("speculators", layer(rope_parameters={"rope_type": "llama3"}), "rope_scaling's factor is None"),
     ("speculators", layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be the slots that a"),
     ("speculators", layer(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']; all must be full"),
-    (
-        "speculators",
-        speculators.engine({"speculative_tokens": 65}),
-        "allocation is [65]; it must be a list of positive",
-    ),
+    ("speculators", speculators.engine({"speculative_tokens": 65}), "allocation is [65]; it must be a list of pos"),
     ("speculators", speculators.engine({"speculative_tokens": "2"}), "speculative_tokens is '2'; it must be 1 or more"),
     ("dflash", {"layers.0.self_attn.q_norm.weight": None}, "layers.0.self_attn.q_norm.weight is missing"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
-    ("dflash", blocks(target_layer_ids=None), "target_layer_ids is []; it must be numbers of inner layers of"),
+    ("dflash", blocks(target_layer_ids=None), "target_layer_ids is None; it must be numbers of inner layers of"),
     ("dflash", blocks(target_layer_ids=[7]), "target_layer_ids is [7]; it must be numbers of inner layers of"),
     ("dflash", blocks(mask_token_id=None), "mask_token_id is None"),
     ("dflash", blocks(use_swa=True), "use_swa is True; a draft of ours does not have it"),
+    ("dflash", blocks(output_multiplier=0.5), "output_multiplier is 0.5; a draft of ours does not have it"),
+    ("dflash", {"input_embedding_scale": 5.6}, "input_embedding_scale is 5.6; a draft of ours does not have it"),
+    ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
     ("dflash", SLIDING, "layer_types is 'sliding_attention'"),
     ("dflash", {"num_attention_heads": 8}, "num_attention_heads is 8"),
@@ -121,6 +122,10 @@ def lead_outside(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def point_to_lfs(folder: Path) -> None:
+    next(folder.glob("*model*")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+
+
 @pytest.mark.parametrize(
     ("kind", "damage", "words"),
     [
@@ -130,6 +135,8 @@ def lead_outside(folder: Path) -> None:
         ("safetensors shards", lead_outside, "names '../model.safetensors', which is not a file beside it"),
         ("bin", {"fc.weight": Code()}, "pytorch_model.bin is not loaded, as it holds more than plain tensors"),
         ("bin", [1, 2], "pytorch_model.bin is not a table of names and tensors"),
+        ("bin", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
+        ("safetensors", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
     ],
 )
 def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, damage, words):
@@ -149,12 +156,12 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
         ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
         ("poss poss --input_format=poss", "poss is there already"),
         ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "it has one layer, and allocation [4, 4] is of 2"),
-        ("eagle3 out --input_format=speculators", "has no speculators_model_type"),
-        ("speed out --input_format=eagle3", "and numbered: say --input_format speed"),
-        (
-            "dflash out --input_format=dflash --allocation=[3]",
-            "allocation is [3]; the file states block_size: leave it",
-        ),
+        ("eagle3 out --input_format=speculators", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
+        ("eagle3 out --input_format=eagle", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
+        ("speed out --input_format=eagle3", "EAGLE-3's and numbered, 3 in all: say --input_format speed"),
+        ("poss out --input_format=eagle3", "no layers.0.hidden_norm.weight, as EAGLE-3 has: say --input_format poss"),
+        ("dflash out --input_format=eagle", "its config.json is of the dflash format: say --input_format dflash"),
+        ("dflash out --input_format=dflash --allocation=[3]", "allocation is [3]; the file states block_size: leave"),
         ("ours out --output_format=poss --allocation=[2,2]", "states its own: leave it out"),
         ("ours out --output_format=eagle", "its number of specialists is 2, and in this layout it is 1; use --output_"),
         ("another out --output_format=eagle", "another was trained for a different target: fingerprint"),
@@ -176,14 +183,27 @@ def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypat
     else:
         tensors, config = build(source.name, deep)
         put(source, tensors, **config)
-    refused(convert, tmp_path, words, *arguments.split())
+    before_loading = partial(convert, target="nowhere") if "input_format" in arguments else convert
+    refused(before_loading, tmp_path, words, *arguments.split())
 
 
-@pytest.mark.parametrize("name", ["eagle3", "speculators", "dflash"])
-def test_a_published_folder_is_recognised(deep, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {}) for name in ("eagle3", "speculators", "dflash")),
+        ("dflash", {"dflash_config": None, "architectures": ["DFlashDraftModel"]}),
+    ],
+    ids=str,
+)
+def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, changes):
+    """In a folder, and on the hub, where it may have no model.safetensors."""
     tensors, config = build(name, deep)
-    with pytest.raises(ValueError, match=f"poss convert .* DRAFT --input_format {name} --target TARGET"):
-        check_draft(put(tmp_path / "theirs", tensors, **config))
+    stated = {key: value for key, value in (config | changes).items() if value is not None}
+    folder = put(tmp_path / "theirs", tensors, "bin", **stated)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: folder)
+    for source in (folder, "owner/draft"):
+        with pytest.raises(ValueError, match=f"poss convert {source} DRAFT --input_format {name} --target TARGET"):
+            Specialists.from_pretrained(source)
 
 
 NOWHERE = "; no other published layout can express it"
@@ -202,20 +222,8 @@ INNER = {"kind": "eagle3"}
         ("vllm", [2, 2], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None" + NOWHERE),
         ("poss", [6], {}, {"head_dim": 16}, "head_dim is 16, and in this layout it is 8; use --output_format vllm or"),
         ("eagle", [6], {"vocabulary_size": 9}, {}, "vocabulary_size is 9, and in this layout it is 320; use --output_"),
-        (
-            "eagle3",
-            [3, 2],
-            INNER,
-            {},
-            "its number of specialists is 2, and in this layout it is 1; use --output_format v",
-        ),
-        (
-            "eagle3",
-            [6],
-            {"kind": "block"},
-            {},
-            "its kind is block, and in this layout it is eagle3; use --output_forma",
-        ),
+        ("eagle3", [3, 2], INNER, {}, "its number of specialists is 2, and in this layout it is 1; use --output_for"),
+        ("eagle3", [6], {"kind": "block"}, {}, "its kind is block, and in this layout it is eagle3; use --output_fo"),
         *((name, [2, 2], {"window": 8}, {}, "window is 8, and in") for name in ("vllm", "sglang", "eagle", "poss")),
     ],
 )

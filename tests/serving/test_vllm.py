@@ -59,7 +59,7 @@ CASES = {
     "vocabulary": Case([2, 2, 2], smaller=True),
     "single layer with a vocabulary": Case([6], smaller=True),
     "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
-    "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0}),
+    "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0, "norm_eps": 0.01}),
     "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
     "eagle3, fc_norm": Case([6], {"kind": "eagle3", "fc_norm": True}, plugin=False),
     "eagle3, norm_output": Case([6], {"kind": "eagle3", "norm_output": True}, plugin=False),
