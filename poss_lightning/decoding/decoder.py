@@ -81,7 +81,7 @@ class Decoder(ABC):
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
         accepted: list[list[int]] = [[] for _ in prompts]
-        with self.__dict__.setdefault("turn", RLock()):  # of threads: a decoder has one set of caches
+        with vars(self).setdefault("turn", RLock()):  # of threads: a decoder has one set of caches
             clock = Clock(self.target.device)
             for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
                 for prompt, tokens in step.tokens.items():
