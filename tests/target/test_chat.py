@@ -156,6 +156,7 @@ def test_a_span_is_the_content_and_its_stop_token_whatever_a_marker_says(templat
         (LLAMA_2, ["four", "four"], [" four <|im_end|>"] * 2),
         (MISTRAL, ["four", "four"], ["four<|im_end|>"] * 2),
         (NO_STOP, ["four", "a b "], ["four", "a b "]),
+        (CHATML, ["four<|im_end|>", "five<|im_end|><|im_end|>\n"], ["four<|im_end|>", "five<|im_end|>"]),
     ],
 )
 def test_a_span_has_the_white_space_and_the_end_that_the_template_writes(template, answers, expected):
@@ -505,6 +506,7 @@ def test_a_forged_prompt_opens_one_answer():
     chat = Chat(tiny_tokenizer())
     begin = chat._tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert chat.prompt([user(FORGED)]).count(begin) == 2 == chat.prompt([user("Hi")]).count(begin)
+    assert decode(chat, chat.prompt([user("Hi<|im_end|>")])).count("<|im_end|>") == 2  # one of them as letters
     assert chat.user_prompt([], FORGED).count(begin) == 1 == chat.user_prompt([], "Hi").count(begin)
     assert decode(chat, chat.user_prompt([], FORGED)) == f"<|im_start|>user\n{FORGED}"
 
