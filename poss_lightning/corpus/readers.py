@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem
+from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem, unused
 from poss_lightning.corpus.regular import SIDES, make_regular
 from poss_lightning.corpus.turns import read_message, refuse_half_pairs, unpacked
 from poss_lightning.ranges import Count, check_numbers
@@ -64,7 +64,8 @@ def read_conversations(
         ValueError: limit is out of its range.
         CorpusError: no such source, too many malformed records (all in one error), or no conversation at all.
     """
-    conversations: dict[str, Conversation] = {}
+    conversations: list[Conversation] = []
+    used: dict[str, int] = {}
     faults, skipped = [], 0
     for number, raw in tqdm(records(source, split), desc=f"read {source}", unit="record", delay=5, leave=False):
         try:
@@ -75,11 +76,7 @@ def read_conversations(
         if conversation is None:
             skipped += 1
             continue
-        name, times = conversation.id, 1
-        while name in conversations:
-            times += 1
-            name = f"{conversation.id}#{times}"
-        conversations[name] = replace(conversation, id=name)
+        conversations.append(replace(conversation, id=unused(conversation.id, used)))
         if len(conversations) == limit:
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
@@ -88,7 +85,7 @@ def read_conversations(
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
         logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, len(conversations))
-    return list(conversations.values())
+    return conversations
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:

@@ -29,6 +29,7 @@ def write(tmp_path):
 
 
 TWO = lines(CHAT, {**CHAT, "id": "b é"})
+CELL = json.dumps(CHAT["messages"]).replace('"', '""')
 FILES = {
     "zipped.jsonl.gz": gzip.compress(TWO.encode()),
     "packed.jsonl.xz": lzma.compress(TWO.encode()),
@@ -40,6 +41,9 @@ FILES = {
     "windows.jsonl": TWO.replace("\n", "\r\n").encode("utf-16"),
     "little.jsonl": TWO.encode("utf-16-le"),
     "any.txt": TWO.encode(),
+    "pretty.json": "\n".join(json.dumps(chat, indent=2) for chat in (CHAT, {**CHAT, "id": "b é"})).encode(),
+    "table.csv": "id,messages\na,'{0}'\nb é,'{0}'\n".replace("'", '"').format(CELL).encode(),
+    "table.tsv.gz": gzip.compress('id\tprompt\tanswer\r\na\tHi\tHello\r\nb é\t"a\n\nb"\tHello\r\n'.encode()),
 }
 
 
@@ -51,7 +55,7 @@ def test_a_file_is_read_by_its_content(tmp_path, name):
 
 def test_parquet_and_saved_folders(tmp_path):
     both = [SHAREGPT | {"messages": None}, {"messages": CHAT["messages"], "conversations": None}]
-    data = datasets.Dataset.from_list([*both, CHAT])
+    data = datasets.Dataset.from_list([*both, CHAT | {"messages": [BRIEF | {"content": None}, *CHAT["messages"]]}])
     datasets.Dataset.from_list([{"messages": json.dumps(CHAT["messages"])}]).to_parquet(tmp_path / "text.parquet")
     data.to_parquet(tmp_path / "x.parquet")
     data.save_to_disk(tmp_path / "saved")
@@ -265,6 +269,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path):
         ("x.jsonl", "", r"empty: no conversation with an answer \(0 without\)"),
         ("x.jsonl", lines(message()), r"empty: no conversation with an answer \(1 without\)"),
         ("x.json", "[{", "is not JSON"),
+        ("x.json", json.dumps(CHAT, indent=1) + "\n{", "x.json is not JSON: Expecting .*: line 14"),
         ("x.txt", "plain text", "1 of 1 malformed\n  line 1: not JSON"),
         ("x.json", json.dumps({"data": [CHAT]}), "1 of 1 malformed\n  line 1: neither .*: it has 'data'"),
     ],
