@@ -54,6 +54,8 @@ FORMS = [
     ({"instruction": "a", "input": "b", "context": "c"}, ["a\n\nb\n\nc"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
+    ({"data": ["a", "x", "b", "y"]}, ["a", "b"]),
+    ({"conversations": ["a", "x"]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
@@ -113,7 +115,7 @@ def test_a_limit_looks_no_further(tmp_path):
         (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
         (b'{"turns": ["a", " "]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
         (b'{"turns": []}\n', r"suite\.jsonl:1: `turns` is \[\]; it must be a text, or a list"),
-        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` is '\\ud83d'"),
+        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` holds half a surrogate pair"),
         (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: `messages` has no message of a user"),
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
         (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
