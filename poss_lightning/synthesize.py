@@ -47,8 +47,10 @@ def synthesize(
     Args:
         out: file to write, `.jsonl` or `.jsonl.gz`.
         target: "embedded", a local folder or a hub id.
-        prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
-        conversations: how many to write, 2000 by default; with prompts, how many of each suite, all by default.
+        prompts: files, folders or suites of prompts, as for `poss benchmark --suites`. `hub:OWNER/NAME?split=train`
+            names the split of a data set; by default it is `test`, else `validation`, else the only one.
+        conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all, but 80
+            of each of the papers' six.
         turns: user messages of a conversation; a prompt has its own number.
         temperature: sampling temperature of the user's messages.
         top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
@@ -73,7 +75,7 @@ def synthesize(
         raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
-    questions = [] if prompts is None else read_suites(prompts, conversations, strict)
+    questions = [] if prompts is None else read_suites(prompts, conversations, strict, hub_limit=None)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     template = model.chat.template
     settings = options | {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}

@@ -1,17 +1,20 @@
 """The records of a source, by its content: JSON lines or an array, parquet, a folder or hub id of `datasets`."""
 
 import bz2
+import csv
 import gzip
 import io
 import json
 import logging
 import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
+TABLES = {"csv": ",", "tsv": "\t"}  # by ending, as their content does not tell them
 PACKED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ": lzma.open, b"BZh": bz2.open}  # by how a file begins
 _ARROW = "an Arrow file: name the folder of its data set"
 REFUSED = {
@@ -21,6 +24,7 @@ REFUSED = {
     b"\xff\xff\xff\xff": _ARROW,  # a stream, as `datasets` writes it
 }
 _HUB_OPTIONS = ("config", "revision")
+_JSON = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, pandas' empty cell, is null
 _SHOWN = 3  # reasons for leaving records out that a message spells out
 
 logger = logging.getLogger(__name__)
@@ -72,10 +76,20 @@ def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
+def unused(name: str, used: dict[str, int]) -> str:
+    """The name, or with `#2`, `#3`, ... the first that is not used; `used` holds the last number of each name."""
+    found = name
+    while found in used:
+        used[name] += 1
+        found = f"{name}#{used[name]}"
+    used[found] = 1
+    return found
+
+
 def parse_line(line: bytes) -> object:
     """The value of a line of JSON; Malformed where it is not JSON."""
     try:
-        return json.loads(line)
+        return json.loads(line, parse_constant=_JSON.parse_constant)
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 text ({error}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -89,14 +103,19 @@ def file_records(path: Path) -> Iterator[tuple[int, object]]:
             if file.read(4) == b"PAR1":
                 yield from enumerate(_parquet(path), 1)
                 return
+        if delimiter := TABLES.get(path.name.removesuffix(".gz").rpartition(".")[2]):
+            csv.field_size_limit(2**31 - 1)  # letters of a cell, which may hold a chat
+            text = (line.decode() for _, line in lines(path, blank=True))
+            yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+            return
         elements = _elements(path)
         yield from lines(path) if elements is None else enumerate(elements, 1)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
 
 
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and UTF-8 bytes of every line that is not blank, of a file that may be compressed.
+def lines(path: Path, blank: bool = False) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and UTF-8 bytes of every line, by default of those not blank, of a file that may be compressed.
 
     Raises:
         CorpusError: it is of a kind that is not read.
@@ -113,26 +132,32 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
             found: Iterator[bytes] = iter(file)
         else:
             found = (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
-        yield from ((number, line) for number, line in enumerate(found, 1) if line.strip())
+        yield from ((number, line) for number, line in enumerate(found, 1) if blank or line.strip())
 
 
-def _elements(path: Path) -> list[object] | None:
-    """The elements of the one array in a file, or its one object; None where its lines are records.
+def _elements(path: Path) -> list[Any] | None:
+    """The elements of the one array in a file, or its values of several lines each; None where its lines are records.
 
     Raises:
-        CorpusError: it begins as an array, and is not JSON.
+        CorpusError: it begins as an array or as a value of several lines, and is not JSON.
     """
     first = next((line for _, line in lines(path)), b"").lstrip()
     is_array = first.startswith(b"[")
     if not is_array and (not first.startswith(b"{") or _is_json(first)):
         return None
+    text, end, found = "", 0, []
     try:
-        content = json.loads(b"".join(line for _, line in lines(path)))
+        text = b"".join(line for _, line in lines(path)).decode(errors="surrogatepass")
+        while begin := re.compile(r"\S").search(text, end):
+            value, end = _JSON.raw_decode(text, begin.start())
+            found.append(value)
     except (ValueError, RecursionError) as error:
-        if is_array and not _is_json(first):
+        if (is_array or "\n" in text[:end]) and not _is_json(first):
             raise CorpusError(f"{path} is not JSON: {error}") from error
         return None  # lines, of which the first is malformed
-    return content if isinstance(content, list) else [content]
+    if is_array and len(found) == 1:
+        return found[0]
+    return None if is_array and _is_json(first) else found
 
 
 def _is_json(line: bytes) -> bool:
@@ -154,9 +179,11 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row without its null fields, which a table adds where only other rows have them."""
+    """A row without its null fields, which a table adds where only other rows have them; a turn's content stays."""
     if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+        kept = ("content", "value") if {"role", "from"} & value.keys() else ()
+        given = [(key, part) for key, part in value.items() if key in kept or (part is not None and part == part)]
+        return {key: without_nulls(part) for key, part in given}  # NaN does not equal itself
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 

@@ -8,20 +8,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem
+from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem, unused
 from poss_lightning.corpus.regular import SIDES, make_regular
-from poss_lightning.corpus.turns import read_message, refuse_half_pairs, unpacked
+from poss_lightning.corpus.turns import finish_of, has_calls, read_message, refuse_half_pairs, unpacked
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.template import THOUGHTS, Message
 
 logger = logging.getLogger(__name__)
 
-_CHATS = ("messages", "conversations", "conversation")
-_ASKED = ("instruction", "prompt", "question", "query", "input")  # fields of a record with one question
-_ANSWERED = ("output", "response", "completion", "answer")
+CHATS = ("messages", "conversations", "conversation")
+_ASKED = ("instruction", "prompt", "question", "query", "problem", "input")  # fields of a record with one question
+_ANSWERED = ("output", "response", "completion", "generation", "generated_solution", "solution", "answer", "chosen")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-_IDS = ("id", "conversation_id", "question_id", "prompt_id")
-_BESIDE = (*THOUGHTS, "finish_reason", "stop_reason")  # an answer, in a record of one question
+IDS = ("id", "conversation_id", "question_id", "prompt_id")
+_SWITCHES = ("on", "off", "true", "false", "yes", "no", "none", "low", "medium", "high")  # of thinking, no thoughts
+_ENDED = {"tokens", "weight", "finish_reason"}  # fields of an answer that a later call does not continue
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def read_conversations(
     """Read conversations from records of any of these forms:
 
     - `messages` or `conversations`: a list of turns, with role and content or from and value, or the JSON text of one;
+      or a list of texts (also in `data`), of the user and the assistant in turn; or `chosen` where it is a whole chat;
     - one question and its answer: instruction (and input), prompt or question, with output, response or completion.
 
     They are made regular by leaving out, never by inventing. Messages before a user's first are dropped, except system
@@ -64,7 +66,8 @@ def read_conversations(
         ValueError: limit is out of its range.
         CorpusError: no such source, too many malformed records (all in one error), or no conversation at all.
     """
-    conversations: dict[str, Conversation] = {}
+    conversations: list[Conversation] = []
+    used: dict[str, int] = {}
     faults, skipped = [], 0
     for number, raw in tqdm(records(source, split), desc=f"read {source}", unit="record", delay=5, leave=False):
         try:
@@ -75,11 +78,7 @@ def read_conversations(
         if conversation is None:
             skipped += 1
             continue
-        name, times = conversation.id, 1
-        while name in conversations:
-            times += 1
-            name = f"{conversation.id}#{times}"
-        conversations[name] = replace(conversation, id=name)
+        conversations.append(replace(conversation, id=unused(conversation.id, used)))
         if len(conversations) == limit:
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
@@ -88,7 +87,7 @@ def read_conversations(
         raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
     if skipped:
         logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, len(conversations))
-    return list(conversations.values())
+    return conversations
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
@@ -100,7 +99,7 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     messages = make_regular(messages_of(record))
     if not messages:
         return None
-    names = [record[key] for key in _IDS if record.get(key) not in (None, "") and record[key] == record[key]]
+    names = [record[key] for key in IDS if record.get(key) not in (None, "")]
     return Conversation(refuse_half_pairs(str(names[0]), "its id") if names else name, messages, template_of(record))
 
 
@@ -115,10 +114,13 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
     for i, turn in enumerate(turns):
         message = read_message(turn, f"{key}[{i}]")
         more = message.keys() <= {"role", "content", "tool_calls"} and message.get("tool_calls")
-        if messages and more and not message["content"] and "tool_calls" in messages[-1]:
-            messages[-1]["tool_calls"] += message["tool_calls"]  # several calls at once, one per turn
+        last: Message = messages[-1] if messages else {"role": ""}
+        if more and not message["content"] and last["role"] == "assistant" and not last.keys() & _ENDED:
+            last.setdefault("tool_calls", []).extend(message["tool_calls"])  # a text and its calls, one per turn
         else:
             messages.append(message)
+    if messages and messages[-1]["role"] == "assistant":
+        messages[-1] = finish_of(record) | messages[-1]
     system = system_of(record)
     if system and messages and messages[0]["role"] == "system":
         if messages[0] != system[0]:
@@ -155,25 +157,47 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
 
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     """The turns of a record, and the name of their field."""
-    for key in _CHATS:
-        if turns := unpacked(record.get(key)):
-            if not isinstance(turns, list):
-                raise Malformed(f"{key!r} must be a list, it is a {type(turns).__name__}")
-            return turns, key
+    key, turns = chat_of(record)
+    if key:
+        return turns, key
     asked, question = question_of(record)
     answered = next((key for key in _ANSWERED if record.get(key)), None)
+    if not answered and record.get("tools") and has_calls(record.get("answers")):  # as xLAM has them
+        answered, record = "answers", record | {"answers": [{"role": "tool_call", "content": record["answers"]}]}
     if asked and answered:
-        beside = {key: record[key] for key in _BESIDE if key in record}
+        thoughts = {key: record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)}
+        beside = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
         answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **beside}]
         question = as_chat(question) or [{"role": "user", "content": question}]
         if read_message(question[-1], asked)["role"] == "assistant":
             raise Malformed(f"{asked!r} ends with the assistant, and {answered!r} may continue it: give 'messages'")
         return [*history_of(record), *question, *answer], f"{asked} and {answered}"
-    if any(isinstance(record.get(key), list) for key in _CHATS):
+    if any(isinstance(record.get(key), list) for key in CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
     hint = ", and `poss synthesize --prompts` lets a target answer questions" if asked or "turns" in record else ""
     raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: {has}{hint}")
+
+
+def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:
+    """The name and turns of the field with a whole chat; "" and no turns without one."""
+    for key in CHATS:
+        if turns := _alternating(unpacked(record.get(key))):
+            if not isinstance(turns, list):
+                raise Malformed(f"{key!r} must be a list, it is a {type(turns).__name__}")
+            return key, turns
+    texts = None if record.keys() & {*_ASKED} else _alternating(record.get("data"))
+    for key, turns in (("chosen", as_chat(record.get("chosen"))), ("data", as_chat(texts))):
+        if turns and read_message(turns[0], key)["role"] != "assistant":
+            return key, turns
+    return "", []
+
+
+def _alternating(turns: Any) -> Any:
+    """The turns, those of a list of texts by the user and the assistant in turn unless each is the JSON of a turn."""
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        return turns
+    return as_chat([*map(unpacked, turns)]) or [{"role": SIDES[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:

@@ -1,6 +1,9 @@
 """A turn of a chat, in the forms that people have, as chat templates take it."""
 
+import ast
 import json
+import warnings
+from contextlib import suppress
 from typing import Any
 
 from poss_lightning.corpus.draws import Draw
@@ -12,7 +15,8 @@ _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
+    **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
 # 0 or false keeps an answer out of the loss; of the others, 1 or true
@@ -20,6 +24,7 @@ _WEIGHTS = ("weight", "loss_weight", "loss", "loss_mask", "compute_loss", "calcu
 _WEIGHTS += ("train", "training", "trainable", "train_on_turn")
 _MASKS = ("mask", "masked", "is_masked")
 _YES_NO = {"true": 1, "yes": 1, "false": 0, "no": 0}
+_CALL_FIELDS = ("tool_calls", "function_call", "function_calls")  # fields of an assistant's turn
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
 
@@ -42,20 +47,27 @@ def read_message(turn: object, where: str) -> Message:
     role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
     if role is None:
         raise Malformed(f"{where}: unknown role {said!r}, known are {', '.join(_ROLES)}")
-    if not {"content", "value", "tool_calls", "function_call"} & turn.keys():
+    if not {"content", "value", *_CALL_FIELDS} & turn.keys():
         raise Malformed(f"{where} has no 'content'")
-    content = _text(next((turn[key] for key in ("content", "value") if turn.get(key) is not None), ""), where)
+    if tools := next((key for key in ("functions", "tools") if unpacked(turn.get(key))), None):
+        raise Malformed(f"{where} has {tools!r}; tools are read beside the turns: move them to the record's 'tools'")
+    value = next((turn[key] for key in ("content", "value") if turn.get(key) is not None), "")
     if role == _CALL:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content, where)} | _weight(turn)
+        calls = value if isinstance(value, dict) or has_calls(value) else _text(value, where)
+        return {"role": "assistant", "content": "", "tool_calls": _calls(calls, where)} | _weight(turn)
+    if role == "tool" and not isinstance(value, str | list):  # a result that is no text
+        value = json.dumps(value, ensure_ascii=False, default=str)
+    content = _text(value, where)
     named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
     message: Message = {"role": role, "content": content} | refuse_half_pairs(named, where)
     if role != "assistant":
         return message
-    if calls := turn.get("tool_calls") or turn.get("function_call"):
+    if calls := next((turn[key] for key in _CALL_FIELDS if turn.get(key)), None):
         message["tool_calls"] = _calls(calls, where)
     thoughts = next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None)
-    if thoughts and "</think>" not in content:  # else the content has them already
-        message |= thinking(_text(thoughts, where, "thoughts"))
+    if thoughts and "</think>" not in content:  # else the content has them already, as where it repeats them
+        said = _text(thoughts, where, "thoughts")
+        message |= thinking(said) if said.strip() not in content else {}
     if tokens := turn.get("tokens"):
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise Malformed(f"{where}: 'tokens' must be a list of token ids")
@@ -65,17 +77,20 @@ def read_message(turn: object, where: str) -> Message:
             message["drawn"] = Draw.of(drawn).values()
         except ValueError as error:
             raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
-    if reason := turn.get("finish_reason") or turn.get("stop_reason"):
-        message["finish_reason"] = "length" if str(reason).lower() in _CUT else reason
-    return message | _weight(turn)
+    return message | finish_of(turn) | _weight(turn)
+
+
+def finish_of(said: dict[str, Any]) -> Message:
+    """The `finish_reason` of an answer, where its turn, or the record beside the turns, has one."""
+    reason = said.get("finish_reason") or said.get("stop_reason")
+    return {"finish_reason": "length" if str(reason).lower() in _CUT else reason} if reason else {}
 
 
 def _weight(turn: dict[str, Any]) -> Message:
     if turn.get("train_detail"):
         raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
     trained, masked = (
-        [_yes(turn, key) for key in keys if turn.get(key) not in (None, "") and turn[key] == turn[key]]
-        for keys in (_WEIGHTS, _MASKS)
+        [_yes(turn, key) for key in keys if turn.get(key) not in (None, "")] for keys in (_WEIGHTS, _MASKS)
     )
     return {"weight": 0} if any(masked) or not all(trained) else {}
 
@@ -131,11 +146,21 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return refuse_half_pairs(found, f"{where}: a tool call")
 
 
+def has_calls(value: Any) -> bool:
+    """Whether it is a list of one or more tool calls, or the text of one."""
+    calls = unpacked(value) or [None]
+    return isinstance(calls, list) and all(isinstance(one, dict) and {"name", "function"} & one.keys() for one in calls)
+
+
 def unpacked(value: Any) -> Any:
-    """The list or object in a JSON text; any other value unchanged."""
+    """The list or object in a text, in JSON or as Python prints it; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
+        for parse in (json.loads, _from_python):
+            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                return parse(value)
     return value
+
+
+def _from_python(text: str) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # of a text's backslashes
+        return json.loads(json.dumps(ast.literal_eval(text)))  # without sets, whose JSON there is none

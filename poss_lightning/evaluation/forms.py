@@ -5,12 +5,11 @@ from typing import Any
 
 from poss_lightning.corpus import readers
 from poss_lightning.corpus.formats import Malformed
-from poss_lightning.corpus.regular import make_regular
+from poss_lightning.corpus.regular import first_user, make_regular
+from poss_lightning.corpus.turns import refuse_half_pairs
 from poss_lightning.target.template import Message
 
-_IDS = ("question_id", "id", "conversation_id", "prompt_id")
-_CHATS = ("messages", "conversations", "conversation")
-_FIELDS = ("turns", *_CHATS, "prompt")
+_IDS = ("question_id", *readers.IDS)
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
 _SHOWN = 60  # letters of a wrong value shown in an error
@@ -25,8 +24,8 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
 
     Args:
         record: the first of these fields that it has is read: `turns` (texts), `messages` (role, content), ShareGPT's
-            `conversations` (from, value), `prompt` (a text, texts, or messages), `instruction` (and `input`),
-            `question`.
+            `conversations` (from, value; or texts of the user and the assistant in turn, also in `data`), `prompt` (a
+            text, texts, or messages), `instruction` (and `input`), `question`.
         field: read this one instead, in any form that `prompt` may have.
 
     Raises:
@@ -35,9 +34,9 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
     key, value = _find_field(record, field)
     readers.check_text(record)
     opening = readers.system_of(record)
-    if key in _CHATS or (chat := readers.as_chat(value)):
+    if key in readers.CHATS or (chat := readers.as_chat(value)):
         systems = {name: record[name] for name in ("system", "system_prompt") if name in record}
-        messages = readers.messages_of({"messages": value if key in _CHATS else chat, **systems})
+        messages = readers.messages_of({"messages": value if key in readers.CHATS else chat, **systems})
         opening, texts = _split_turns(messages, key)
     else:
         opening, texts = [*opening, *readers.history_of(record)], [value] if isinstance(value, str) else value
@@ -45,9 +44,10 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         shown = repr(value)[:_SHOWN]
         raise Malformed(f"`{key}` is {shown}; it must be a text, or a list of one or more texts")
     for turn, text in enumerate(texts, start=1):
-        if not _is_text(text):
-            place = f"turn {turn} of `{key}`" if isinstance(value, list) else f"`{key}`"
+        place = f"turn {turn} of `{key}`" if isinstance(value, list) else f"`{key}`"
+        if not isinstance(text, str) or not text.strip():
             raise Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
+        refuse_half_pairs(text, place)
     if any(WITHHELD in text for text in texts):
         raise Malformed(
             f"`{key}` says that SPEED-Bench may not hold this text; NVIDIA's prepare.py (nemo_skills/dataset/"
@@ -58,7 +58,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
 
 def read_id(record: dict, number: int) -> int | str:
     """The id of a record, or else its number; raises Malformed unless it is a natural number or a name."""
-    field = next((name for name in _IDS if record.get(name) not in (None, "") and record[name] == record[name]), None)
+    field = next((name for name in _IDS if record.get(name) not in (None, "")), None)
     if field is None:
         return number
     value = record[field]
@@ -70,18 +70,21 @@ def read_id(record: dict, number: int) -> int | str:
 
 def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
     """The field that has the question, and its value."""
-    for name in (field,) if field else _FIELDS:
-        value = record.get(name)
-        if name == "prompt" and not field and (record.get("instruction") or (value and isinstance(value, str))):
-            break  # more may stand beside the text; beside an instruction, the prompt is what was made of both
-        if value is not None and (value or name not in _CHATS):
-            return name, value
-    key, value = ("", None) if field else readers.question_of(record)
-    if not key:
-        known = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
-        has = ", ".join(map(str, record)) or "no field"
-        raise Malformed(f"has no {f'`{field}`' if field else known}; it has {has}")
-    return key, value
+    if (value := record.get(field or "turns")) is not None and (value or field not in readers.CHATS):
+        return field or "turns", value
+    if not field:
+        key, value = readers.chat_of(record)
+        prompt = record.get("prompt")
+        # More may stand beside a prompt that is a text; beside an instruction, the prompt is what was made of both.
+        is_text = isinstance(prompt, str) and prompt
+        if not key and prompt is not None and not record.get("instruction") and not is_text:
+            return "prompt", prompt
+        key, value = (key, value) if key else readers.question_of(record)
+        if key:
+            return key, value
+    known = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
+    has = ", ".join(map(str, record)) or "no field"
+    raise Malformed(f"has no {f'`{field}`' if field else known}; it has {has}")
 
 
 def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], list[str]]:
@@ -89,22 +92,13 @@ def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], li
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
         later = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
         messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in later), one)]
-    first = _first_user(messages)
+    first = first_user(messages)
     tools = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
     systems = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
     messages = make_regular([*messages[: min([*tools, *systems], default=len(messages))], _ANSWER])
-    first = _first_user(messages)
+    first = first_user(messages)
     runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
     if not turns:
         raise Malformed(f"`{field}` has no message of a user")
     return messages[:first], turns
-
-
-def _first_user(messages: list[Message]) -> int:
-    return next((place for place, message in enumerate(messages) if message["role"] == "user"), len(messages))
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a string that is not blank; half a surrogate pair, which JSON allows, is not text."""
-    return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="ignore").decode()

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus.formats import Malformed, file_records, options_of, parse_line, report_left_out
+from poss_lightning.corpus.formats import Malformed, file_records, options_of, parse_line, report_left_out, unused
 from poss_lightning.evaluation.forms import read_id, read_question
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
@@ -60,14 +60,19 @@ def own_suites() -> list[str]:
 
 
 def read_suites(
-    sources: list[str] | str | None = None, limit: int | None = None, strict: bool = True
+    sources: list[str] | str | None = None, limit: int | None = None, strict: bool = True, hub_limit: int | None = 80
 ) -> list[Question]:
     """Questions of several suites, in order; see `load_suites`."""
-    return [question for suite in load_suites(sources, limit, strict) for question in suite.questions]
+    return [question for suite in load_suites(sources, limit, strict, hub_limit) for question in suite.questions]
 
 
 @check_numbers
-def load_suites(sources: list[str] | str | None = None, limit: Count | None = None, strict: bool = True) -> list[Suite]:
+def load_suites(
+    sources: list[str] | str | None = None,
+    limit: Count | None = None,
+    strict: bool = True,
+    hub_limit: Count | None = 80,
+) -> list[Suite]:
     """Suites in order, each named by its file or data set without the path.
 
     Args:
@@ -80,9 +85,11 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
             input: all of SPEED-Bench's. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
             `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
             `config`, `split`, `revision`, joined by `&`.
-        limit: at most this many questions of each suite, the first; by default all of a file and of SPEED-Bench, and
-            80 of other data sets of the hub.
-        strict: a malformed record is an error; otherwise one is left out, counted and named, up to a tenth of them.
+        limit: at most this many questions of each suite, the first; by default all of a file and of SPEED-Bench, 80 of
+            the papers' six, and `hub_limit` of other data sets of the hub.
+        strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
+            named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
+        hub_limit: see `limit`; None for all.
 
     Raises:
         FileNotFoundError: a source is none of these.
@@ -93,7 +100,7 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     sources = [sources] if isinstance(sources, str) else sources
     if sources is not None and not sources:
         raise ValueError("suites is []; name at least one, or leave it out for the project's own")
-    suites = [suite for source in sources or own_suites() for suite in _load(source, limit, strict)]
+    suites = [suite for source in sources or own_suites() for suite in _load(source, limit, strict, hub_limit)]
     for name, times in Counter(suite.name for suite in suites).items():
         if times > 1:
             named = ", ".join(suite.source for suite in suites if suite.name == name)
@@ -101,9 +108,9 @@ def load_suites(sources: list[str] | str | None = None, limit: Count | None = No
     return suites
 
 
-def _load(source: str, limit: int | None, strict: bool) -> Iterator[Suite]:
+def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Iterator[Suite]:
     if source.startswith(HUB):
-        yield _from_hub(source, limit, strict)
+        yield _from_hub(source, limit, strict, hub_limit)
         return
     place, options = (source, {}) if Path(source).exists() else options_of(source, "field")
     for path in _files(place):
@@ -113,14 +120,14 @@ def _load(source: str, limit: int | None, strict: bool) -> Iterator[Suite]:
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
-def _from_hub(source: str, limit: int | None, strict: bool) -> Suite:
+def _from_hub(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Suite:
     name = source.removeprefix(HUB).partition("?")[0]
     if name in KNOWN:
         _, options = options_of(source, "repo", "config", "split", "revision")
         suite = replace(KNOWN[name], revision=None) if "repo" in options else KNOWN[name]  # the pin is of the original
     elif "/" in name:
         _, options = options_of(source, "field", "config", "split", "revision")
-        suite = HubSuite(name)
+        suite = HubSuite(name, questions=hub_limit)
     else:
         known = ", ".join(HUB + known for known in KNOWN)
         raise FileNotFoundError(f"suite {source!r} is none of {known}, and not hub:OWNER/NAME")
@@ -169,9 +176,12 @@ def _suite(
     report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
     if not questions:
         raise ValueError(f"{source} has no questions")
-    for id, times in Counter(question.id for question in questions).items():
-        if times > 1:
-            raise ValueError(f"suite {name} has {times} questions with question_id {id!r}; ids must differ")
+    used: dict[str, int] = {}
+    for place, question in enumerate(questions):
+        if (id := unused(str(question.id), used)) != str(question.id):
+            if strict:
+                raise ValueError(f"suite {name} repeats question_id {question.id!r}; ids must differ")
+            questions[place] = replace(question, id=id)
     return Suite(name, source, questions)
 
 

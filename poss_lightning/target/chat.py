@@ -154,12 +154,19 @@ class Chat:
         if tokens := message.get("tokens"):
             return _Answer(prompt, "", tokens)
         content, finished = message["content"], self.template.text(messages[: i + 1], variables)
-        cut = message.get("finish_reason") == "length"
-        # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
-        if cut and "</think>" not in content and "<think>" in (content.lstrip()[:7], prompt.rstrip()[-7:]):
-            return _Answer(prompt, "", _after("<think>" * prompt.rstrip().endswith("<think>"), content))
+        cut, thoughts = message.get("finish_reason") == "length", _thoughts(message).strip()
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
         shared, opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
+        in_thought = prompt.rstrip().endswith("<think>")
+        cut_thought = thoughts if cut and not content.strip() and not calls else ""
+        if thoughts and in_thought and _squeeze(thoughts) not in _squeeze(tail):  # the template reads its content alone
+            inline = cut_thought or f"{thoughts}\n</think>\n\n{content}"
+            bare = {key: part for key, part in message.items() if key not in THOUGHTS}
+            return self._answer([*messages[:i], bare | {"content": inline}], i, variables)
+        # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
+        is_open = in_thought or content.lstrip().startswith("<think>")
+        if cut and is_open and not thoughts and "</think>" not in content:
+            return _Answer(prompt, "", _after("<think>" * in_thought, content))
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
         body, stop = self._until_stop(tail)
@@ -180,6 +187,8 @@ class Chat:
             )
         if said not in shown and not missing:
             raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
+        if cut_thought and cut_thought in body:
+            body = body[: body.rindex(cut_thought) + len(cut_thought)]
         if not stop:  # the answer ends with its content; what follows belongs to the template
             kept = "" if message.get("tool_calls") else content if content in body else content.strip()
             body = body[: body.rindex(kept) + len(kept)] if kept and kept in body else body.rstrip()
@@ -200,7 +209,7 @@ class Chat:
         It is what surrounds a thought. What stands before any answer, as a channel's name, belongs to the answer.
         """
         *before, answer = messages
-        if any(answer.get(name) for name in THOUGHTS):
+        if _thoughts(answer):
             return 0
         inline = {"content": f"<think>\n{MARK}\n</think>\n\n{OTHER_MARK}"}
         for thought in (thinking(MARK) | {"content": OTHER_MARK}, inline):
@@ -275,10 +284,13 @@ def _answered(messages: list[Message]) -> list[int]:
     return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
 
 
+def _thoughts(message: Message) -> str:
+    return next((message[name] for name in THOUGHTS if message.get(name)), "")
+
+
 def _check_said(message: Message, i: int, shown: str) -> None:
     """Raise ValueError where an answer's thoughts or tool calls are missing from what is shown of it."""
-    thoughts = next((message[name] for name in THOUGHTS if message.get(name)), "")
-    if _squeeze(thoughts) not in shown:
+    if _squeeze(_thoughts(message)) not in shown:
         raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
     names = [_squeeze(call["function"]["name"]) for call in message.get("tool_calls", ())]
     for name in names:

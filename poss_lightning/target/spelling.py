@@ -37,6 +37,7 @@ class Spelling:
         special = sorted(text for text in texts if not _HARMLESS.fullmatch(text))
         self._names = {text: GUARD + chr(0xF0000 + place) for place, text in enumerate(special)}
         self._special = any_of(special)
+        self._ending = re.compile(rf"((?:{any_of(text for text in special if text in stops).pattern})\s*)+\Z")
 
     def guard(self, value: Any) -> Any:
         """The value with guards in every text inside it."""
@@ -49,7 +50,12 @@ class Spelling:
         return value
 
     def guard_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with guards in everything that somebody wrote."""
+        """The message with guards in everything that somebody wrote.
+
+        Stop tokens at the end of an answer, which some data sets have, are left out: the template writes its own.
+        """
+        if message["role"] == "assistant" and not message.get("tokens") and isinstance(message["content"], str):
+            message = message | {"content": self._ending.sub("", message["content"])}
         return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in message.items()}
 
     def encode(self, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:

@@ -29,6 +29,7 @@ def write(tmp_path):
 
 
 TWO = lines(CHAT, {**CHAT, "id": "b é"})
+CELL = json.dumps(CHAT["messages"]).replace('"', '""')
 FILES = {
     "zipped.jsonl.gz": gzip.compress(TWO.encode()),
     "packed.jsonl.xz": lzma.compress(TWO.encode()),
@@ -40,6 +41,9 @@ FILES = {
     "windows.jsonl": TWO.replace("\n", "\r\n").encode("utf-16"),
     "little.jsonl": TWO.encode("utf-16-le"),
     "any.txt": TWO.encode(),
+    "pretty.json": "\n".join(json.dumps(chat, indent=2) for chat in (CHAT, {**CHAT, "id": "b é"})).encode(),
+    "table.csv": "id,messages\na,'{0}'\nb é,'{0}'\n".replace("'", '"').format(CELL).encode(),
+    "table.tsv.gz": gzip.compress('id\tprompt\tanswer\r\na\tHi\tHello\r\nb é\t"a\n\nb"\tHello\r\n'.encode()),
 }
 
 
@@ -51,7 +55,7 @@ def test_a_file_is_read_by_its_content(tmp_path, name):
 
 def test_parquet_and_saved_folders(tmp_path):
     both = [SHAREGPT | {"messages": None}, {"messages": CHAT["messages"], "conversations": None}]
-    data = datasets.Dataset.from_list([*both, CHAT])
+    data = datasets.Dataset.from_list([*both, CHAT | {"messages": [BRIEF | {"content": None}, *CHAT["messages"]]}])
     datasets.Dataset.from_list([{"messages": json.dumps(CHAT["messages"])}]).to_parquet(tmp_path / "text.parquet")
     data.to_parquet(tmp_path / "x.parquet")
     data.save_to_disk(tmp_path / "saved")
@@ -74,6 +78,7 @@ def test_fields_that_only_other_rows_of_a_table_have_are_left_out(tmp_path):
 
 
 HI, HELLO = CHAT["messages"]
+NAN = float("nan")
 BRIEF = {"role": "system", "content": "Be brief."}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 OLD = {"name": "weather", "arguments": '{"city": "Oslo"}'}
@@ -102,11 +107,34 @@ FORMS = [
     ({"prompt": "Hi", "response": ["Hello"], "thinking": "hm"}, [HI, HELLO | THOUGHTS]),
     ({"messages": [HI, HELLO | {"content": "<think>a</think>b", "thinking": "a"}]},
      [HI, HELLO | {"content": "<think>a</think>b"}]),
+    *(({"input": [HI], "output": "Hello", "reasoning": switch}, [HI, HELLO]) for switch in ("off", " On", True, {})),
+    ({"messages": [HI, HELLO | {"thought": "Hello\n"}]}, [HI, HELLO]),
+    ({"messages": [HI, HELLO | {"content": "", "reasoning": "hm", "finish_reason": "length"}]},
+     [HI, HELLO | {"content": "", "finish_reason": "length"} | THOUGHTS]),
     ({"messages": [HI, HELLO | {"train_on_turn": "False"}]}, [HI, HELLO | {"weight": 0}]),
     *(({"messages": [HI, HELLO | masked]}, [HI, HELLO | {"weight": 0}]) for masked in (
         {"mask": 1}, {"mask": "1.0"}, {"is_masked": True}, {"loss_mask": 0}, {"weight": "0.00"}, {"train": "no"},
     )),
     ({"messages": [HI, HELLO | {"loss_mask": None, "mask": "", "weight": 1.0}]}, [HI, HELLO]),
+    ({"system": NAN, "messages": [HI, HELLO | {"weight": NAN, "name": NAN}]}, [HI, HELLO]),
+    ({"messages": [HI, HELLO], "finish_reason": "length"}, [HI, HELLO | {"finish_reason": "length"}]),
+    ({"messages": [HI, HELLO | {"finish_reason": "stop"}], "stop_reason": "max_tokens"},
+     [HI, HELLO | {"finish_reason": "stop"}]),
+    # lists of texts, turns as texts
+    ({"id": "0", "data": ["Hi", "Hello", "Hi", "Hello"]}, [HI, HELLO] * 2),
+    ({"conversations": ["Hi", "Hello"]}, [HI, HELLO]),
+    ({"question": "Hi", "data": ["a", "b"], "answer": "Hello"}, [HI, HELLO]),
+    ({"messages": [json.dumps(HI), json.dumps(HELLO)]}, [HI, HELLO]),
+    ({"messages": str([HI, HELLO])}, [HI, HELLO]),
+    # more names of questions and answers
+    *(({"problem": "Hi", name: "Hello", "answer": "4"}, [HI, HELLO]) for name in (
+        "generation", "generated_solution", "solution"
+    )),
+    *(({**asked, "chosen": chosen, "rejected": chosen}, [HI, HELLO]) for asked, chosen in (
+        ({}, [HI, HELLO]), ({"prompt": "Hi"}, [HI, HELLO]), ({"prompt": [HI]}, [HELLO]), ({"prompt": "Hi"}, "Hello"),
+    )),
+    *(({"query": "Hi", "answers": pack([CALL["function"]]), "tools": '[{"name": "weather"}]'}, [HI, CALLING])
+      for pack in (list, json.dumps, str)),
     ({"messages": [HI, HELLO | {"stop_reason": "MAX_TOKENS"}]}, [HI, HELLO | {"finish_reason": "length"}]),
     ({"prompt": "Hi", "response": "Hello", "finish_reason": "max_tokens"}, [HI, HELLO | {"finish_reason": "length"}]),
     ({"messages": [HI | {"content": [{"type": "text", "content": "Hi"}]}, HELLO]}, [HI, HELLO]),
@@ -118,6 +146,17 @@ FORMS = [
      [HI, CALLING | {"tool_calls": [{"type": "function", "function": {"name": "a", "arguments": {}}}]}]),
     ({"messages": [HI, CALLING, CALLING | {"reasoning_content": "hm"}]}, [HI, CALLING, CALLING | THOUGHTS]),
     ({"conversations": [{"from": "human", "value": "Hi"}, TURN, TURN]}, [HI, CALLING | {"tool_calls": [CALL, CALL]}]),
+    ({"messages": [HI, HELLO, TURN, TURN]}, [HI, HELLO | {"tool_calls": [CALL, CALL]}]),
+    *(({"messages": [HI, HELLO | ended, TURN]}, [HI, HELLO | ended, CALLING]) for ended in (
+        {"weight": 0}, {"finish_reason": "stop"}, {"tokens": [1]},
+    )),
+    *(({"messages": [HI, {"role": "tool_call", "content": call}]}, [HI, CALLING]) for call in (
+        CALL["function"], [CALL], str(OLD), [{"type": "text", "text": json.dumps(OLD)}],
+    )),
+    ({"messages": [HI, CALLING, RESULT | {"content": {"temp": 4}}, HELLO]},
+     [HI, CALLING, RESULT | {"content": '{"temp": 4}'}, HELLO]),
+    ({"messages": [HI, HELLO | {"content": "", "function_calls": json.dumps([OLD])}, RESULT | {"role": "environment"},
+                   HELLO]}, [HI, CALLING, RESULT, HELLO]),
     (
         {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [CALL]}, RESULT, HELLO]},
         [HI, CALLING, RESULT, HELLO],
@@ -200,6 +239,9 @@ MALFORMED = [
     (message(content=[{"type": "image"}]), "messages[0] has a part of type 'image', and only text is read"),
     (message(content="\ud83d"), "messages[0]: 'content' holds half a surrogate pair"),
     (message(role="function_call", content="weather()"), "messages[0]: a tool call must have a function with a name"),
+    (message(role="function_call", content="{'a': {1}}"), "messages[0]: a tool call must have a function with a"),
+    ({"messages": [HI, HELLO | {"function_calls": "f(x=1)"}]}, "messages[1]: a tool call must have a function with a"),
+    ({"messages": [BRIEF | {"functions": '[{"name": "f"}]'}, HI, HELLO]}, "messages[0] has 'functions'; tools are"),
     (message(content=[{"image": "a.png"}, {"text": "b"}]), "messages[0] has a part without a text; it has 'image'"),
     (message(content=[{"text": [[["a"]]]}]), "messages[0] has a part without a text; it has 'text'"),
     (
@@ -265,6 +307,7 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path):
         ("x.jsonl", "", r"empty: no conversation with an answer \(0 without\)"),
         ("x.jsonl", lines(message()), r"empty: no conversation with an answer \(1 without\)"),
         ("x.json", "[{", "is not JSON"),
+        ("x.json", json.dumps(CHAT, indent=1) + "\n{", "x.json is not JSON: Expecting .*: line 14"),
         ("x.txt", "plain text", "1 of 1 malformed\n  line 1: not JSON"),
         ("x.json", json.dumps({"data": [CHAT]}), "1 of 1 malformed\n  line 1: neither .*: it has 'data'"),
     ],

@@ -78,6 +78,15 @@ def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, monkeypatch,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
+def test_all_rows_of_a_data_set_are_asked(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "answer_questions", lambda corpus, model, questions, **options: asked.extend(questions))
+    (tmp_path / "many").mkdir()
+    (tmp_path / "many" / "train.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
+    synthesize(str(tmp_path / "out.jsonl"), prompts=f"hub:{tmp_path / 'many'}", dtype="float32")
+    assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]
+
+
 def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys, suite):
     with open(suite, "a") as file:
         file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")

@@ -66,7 +66,7 @@ def test_written_records_are_read_back(tmp_path):
         ({"suite": ""}, "suite is ''"),
         ({"id": 1.5}, "id is 1.5; it must be a valid integer"),
         ({"text": None}, "text is None; it must be a valid string"),
-        ({"seconds": {"total": float("nan")}}, "seconds.total is nan; it must be a finite number"),
+        ({"seconds": {"total": float("nan")}}, "seconds.total is None; it must be a valid number"),
         ({"seconds": {"draft": 1}}, 'it must have a "total" above 0'),
         ({"accepted": [3, 0]}, "which emits 6 to 6 tokens"),
         ({"accepted": [3, 1, 1]}, "which emits 8 to 9 tokens"),

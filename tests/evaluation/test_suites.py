@@ -54,6 +54,8 @@ FORMS = [
     ({"instruction": "a", "input": "b", "context": "c"}, ["a\n\nb\n\nc"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
+    ({"data": ["a", "x", "b", "y"]}, ["a", "b"]),
+    ({"conversations": ["a", "x"]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
@@ -91,6 +93,12 @@ def test_ids_and_categories(tmp_path):
     assert [(question.id, question.category) for question in questions] == [(7, ""), ("y", "z"), ("c", ""), (4, "")]
 
 
+def test_a_repeated_id_gets_a_number_unless_strict(tmp_path):
+    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a", "id": id} for id in (1, 1, "b", 1, "b"))))
+    questions = read_suites([str(tmp_path)], strict=False)
+    assert [question.id for question in questions] == [1, "1#2", "b", "1#3", "b#2"]
+
+
 def test_what_was_read_can_be_written_and_read_again(tmp_path):
     """So that a suite of the hub can be carried to a machine without network."""
     questions = read_suites(["chat"])
@@ -113,10 +121,10 @@ def test_a_limit_looks_no_further(tmp_path):
         (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
         (b'{"turns": ["a", " "]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
         (b'{"turns": []}\n', r"suite\.jsonl:1: `turns` is \[\]; it must be a text, or a list"),
-        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` is '\\ud83d'"),
+        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` holds half a surrogate pair"),
         (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: `messages` has no message of a user"),
         (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
-        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "2 questions with question_id 1"),
+        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "suite repeats question_id 1;"),
         (
             json.dumps({"turns": [f"{forms.WITHHELD}\n\nTell me."]}).encode(),
             r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
@@ -260,6 +268,8 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     source = "hub:" + data_set(tmp_path / "talks", rows, "english", "validation")
     [question] = read_suites([source])  # the only config; validation where there is no test
     assert (question.suite, question.id, question.turns) == ("talks", "c", ["a"])
+    many = "hub:" + data_set(tmp_path / "many", [{"prompt": "a"}] * 90)
+    assert (len(read_suites(many)), len(read_suites(many, hub_limit=None)), len(read_suites(many, 2))) == (80, 90, 2)
     options = "?config=english&split=validation&field=text"
     assert [question.turns for question in read_suites([source + options])] == [["b"]]
 

@@ -156,6 +156,7 @@ def test_a_span_is_the_content_and_its_stop_token_whatever_a_marker_says(templat
         (LLAMA_2, ["four", "four"], [" four <|im_end|>"] * 2),
         (MISTRAL, ["four", "four"], ["four<|im_end|>"] * 2),
         (NO_STOP, ["four", "a b "], ["four", "a b "]),
+        (CHATML, ["four<|im_end|>", "five<|im_end|><|im_end|>\n"], ["four<|im_end|>", "five<|im_end|>"]),
     ],
 )
 def test_a_span_has_the_white_space_and_the_end_that_the_template_writes(template, answers, expected):
@@ -252,7 +253,9 @@ THINKS = (  # the prompt opens a thought as the template asks; a finished answer
 )
 ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
 OPENS = marked(HEAD + "<think>\n\n{{ message['content'] }}<|im_end|>\n")
+KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
+TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS)
 
 
 def thinks(content: str, thoughts: str) -> dict[str, str]:
@@ -278,6 +281,11 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (OPENS, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (OPENS, assistant("Two and") | CUT, "Two and"),
         (R1, assistant("<think>Two.</think><b>Yes."), "Two.</think><b>Yes.<|im_end|>"),
+        *((opens, thinks("Yes.", "Two."), "Two.\n</think>\n\nYes.<|im_end|>") for opens in TEMPLATES_THAT_OPEN),
+        *((opens, thinks("Yes", "Two.") | CUT, "Two.\n</think>\n\nYes") for opens in TEMPLATES_THAT_OPEN),
+        *((opens, thinks("", "Two and") | CUT, "Two and") for opens in TEMPLATES_THAT_OPEN),
+        (QWEN3, thinks("", "Two and") | CUT, "<think>\nTwo and"),
+        (HARMONY, thinks("", "Two and") | CUT, "<|channel|>analysis<|message|>Two and"),
         (THINKING, assistant("Two and") | CUT, "Two and"),
         (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
         (GLM, CALLS, 'weather{"city": "Oslo"}'),
@@ -307,7 +315,6 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
     ("template", "messages", "given", "reason"),
     [
         (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
-        (R1, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
         (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML, chat_of(["b"]), {"tools": TOOLS}, "leaves out the tools"),
         (LLAMA_3, [user("a"), CALLS | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
@@ -499,6 +506,7 @@ def test_a_forged_prompt_opens_one_answer():
     chat = Chat(tiny_tokenizer())
     begin = chat._tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert chat.prompt([user(FORGED)]).count(begin) == 2 == chat.prompt([user("Hi")]).count(begin)
+    assert decode(chat, chat.prompt([user("Hi<|im_end|>")])).count("<|im_end|>") == 2  # one of them as letters
     assert chat.user_prompt([], FORGED).count(begin) == 1 == chat.user_prompt([], "Hi").count(begin)
     assert decode(chat, chat.user_prompt([], FORGED)) == f"<|im_start|>user\n{FORGED}"
 
