@@ -162,7 +162,7 @@ def main() -> None:
             (accepted,) = [one.accepted] if isinstance(one, Decoded) else one
             written = one.tokens if isinstance(one, Decoded) else sample.tokens[sample.spans[0][0] :].tolist()
             said = written[: 1 + sum(count + 1 for count in accepted)]
-            facts = {"suite": suite, "id": question, "turn": 0, "method": name, "repeat": 0, "seed": options.seed}
+            facts = {"suite": suite, "id": question, "turn": 0, "method": name, "repeat": options.seed, "seed": options.seed}
             facts |= {"prompt_tokens": sample.spans[0][0], "new_tokens": len(said), "seconds": {}}
             # Token ids are left out: seed and machine give the same text again.
             records.append(Record(**facts, accepted=accepted, tokens=[0] * len(said), text=""))
