@@ -162,8 +162,12 @@ def main() -> None:
             (accepted,) = [one.accepted] if isinstance(one, Decoded) else one
             written = one.tokens if isinstance(one, Decoded) else sample.tokens[sample.spans[0][0] :].tolist()
             said = written[: 1 + sum(count + 1 for count in accepted)]
-            facts = {"suite": suite, "id": question, "turn": 0, "method": name, "repeat": options.seed, "seed": options.seed}
-            facts |= {"prompt_tokens": sample.spans[0][0], "new_tokens": len(said), "seconds": {}}
+            facts = {"suite": suite, "id": question, "turn": 0, "method": name}
+            facts |= dict.fromkeys(("repeat", "seed"), options.seed) | {
+                "prompt_tokens": sample.spans[0][0],
+                "new_tokens": len(said),
+                "seconds": {},
+            }
             # Token ids are left out: seed and machine give the same text again.
             records.append(Record(**facts, accepted=accepted, tokens=[0] * len(said), text=""))
     records.sort(key=lambda record: (record.suite, str(record.id)))
