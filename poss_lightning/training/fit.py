@@ -156,6 +156,7 @@ def _fit_apart(arguments: list[str]) -> None:
 
     command = [sys.executable, "-P", "-m", "poss_lightning.cli", "fit", *arguments]
     safe = os.environ | {"PYTHONSAFEPATH": "1"}  # -P for the processes it starts: no modules of the current folder
+    safe.pop("SLURM_NTASKS", None)  # else Lightning takes the sweep's tasks for this training's processes
     training = Popen(command, env=safe, preexec_fn=end_with_parent if libc else None)
     try:
         code = training.wait()
