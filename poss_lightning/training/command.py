@@ -206,7 +206,8 @@ class Training(LightningCLI):
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         folder = folder_of(self.trainer)
-        self.trainer._default_root_dir = str(folder)  # where Lightning saves on SLURM's signal, and resumes by itself
+        # Where Lightning saves on SLURM's signal, and resumes by itself.
+        self.trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
         requeued = any(folder.glob("hpc_ckpt_*.ckpt")) and SLURMEnvironment.detect()
         is_new = not self.options.ckpt_path and not requeued
         if is_new:
@@ -293,7 +294,6 @@ def _quieten() -> None:
         "`torch.distributed",  # DeepSpeed calls what torch has since renamed
         ".*use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
-        "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
         "Checkpoint directory .* exists and is not empty",  # of a training that resumes
     ):
         warnings.filterwarnings("ignore", words)

@@ -84,7 +84,7 @@ def start_slurm(monkeypatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
-def test_what_slurm_started_must_be_all_processes_and_its_checkpoint_is_of_one_folder(poss, small, tmp_path, monkeypatch):
+def test_slurm_must_start_all_processes_and_resumes_in_one_folder(poss, small, tmp_path, monkeypatch):
     (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"of a different training")
     start_slurm(monkeypatch)
     two = poss("fit", *small, *ONE, *AGAIN, "--trainer.devices", "2")
