@@ -38,8 +38,10 @@ def fit(data, module, tmp_path, **options):
         gradient_clip_val=0.5,
         **{"enable_checkpointing": False} | options,
     )
-    trainer.fit(module, data)
-    return trainer
+    try:
+        trainer.fit(module, data)
+    finally:
+        trainer._signal_connector.teardown()  # Lightning leaves its handlers where saving on an exception raises, too
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
