@@ -40,7 +40,8 @@ class Replay(lightning.Callback):
         samples, self.samples = self.samples, []
         if trainer.sanity_checking:
             return
-        draft = gather_draft(pl_module.draft).to(pl_module.device, pl_module.embed_head.embedding.dtype).eval()
+        dtype = pl_module.embed_head.embedding.dtype
+        draft = gather_draft(pl_module.draft, device=pl_module.device, dtype=dtype).eval()
         depth = pl_module.eval_depth
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
             replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)

@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
@@ -129,6 +130,12 @@ class FeatureData(lightning.LightningDataModule):
                     f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
                     "a step's mean is over all its batches"
                 )
+        longer = [length for length in self.source.lengths[indices] if length > self.batch_tokens] if training else []
+        if longer:
+            rank_zero_warn(
+                f"{len(longer)} conversations are longer than data.batch_tokens, {self.batch_tokens}, and each of them "
+                f"is a batch alone; the longest has {max(longer)} tokens"
+            )
         return Schedule(
             indices,
             self.source.lengths,

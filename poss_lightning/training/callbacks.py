@@ -65,6 +65,7 @@ class DraftFolders(lightning.Callback):
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
+        pl_module.guard.check()  # Lightning calls the module's own `on_train_end` later
         self._save(trainer, pl_module, "draft-last")
         folder = folder_of(trainer)
         if trainer.is_global_zero:

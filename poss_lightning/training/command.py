@@ -178,6 +178,12 @@ class Training(LightningCLI):
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
         trainer = super().instantiate_trainer(**more)
+        devices, nodes, world = trainer.num_devices, trainer.num_nodes, trainer.world_size
+        if self.until == "done" and world != devices * nodes:
+            raise ValueError(
+                f"trainer.devices is {devices} and trainer.num_nodes {nodes}, but the processes started are {world}: "
+                f"srun --ntasks-per-node {devices}, or unset SLURM_NTASKS"
+            )
         prepare(trainer.strategy)
         if self.options.ckpt_path:
             stay_in_folder(trainer, self.options.ckpt_path)
@@ -199,9 +205,11 @@ class Training(LightningCLI):
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
-        # Lightning resumes by itself what SLURM ended.
-        requeued = any(Path(self.trainer.default_root_dir).glob("hpc_ckpt_*.ckpt")) and SLURMEnvironment.detect()
-        is_new, folder = not self.options.ckpt_path and not requeued, folder_of(self.trainer)
+        folder = folder_of(self.trainer)
+        # Where Lightning saves on SLURM's signal, and resumes by itself.
+        self.trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
+        requeued = any(folder.glob("hpc_ckpt_*.ckpt")) and SLURMEnvironment.detect()
+        is_new = not self.options.ckpt_path and not requeued
         if is_new:
             check_unused(folder)
         if self.trainer.is_global_zero:
@@ -286,7 +294,6 @@ def _quieten() -> None:
         "`torch.distributed",  # DeepSpeed calls what torch has since renamed
         ".*use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
-        "`ModelCheckpoint.* could not find the monitored key",  # DraftFolders says why
         "Checkpoint directory .* exists and is not empty",  # of a training that resumes
     ):
         warnings.filterwarnings("ignore", words)

@@ -9,7 +9,7 @@ trains with the same options as
 The folder of a training, which is that of its logger, holds
 
   config.yaml, hparams.yaml, events.out.tfevents.*   options and TensorBoard file
-  checkpoints/last.ckpt, checkpoints/best-*.ckpt     to resume from
+  checkpoints/last.ckpt                              to resume from
   draft-best/, draft-last/                           the draft, as decoding loads it
   fit.yaml, finished                                 of `fit_once`: what it was given, and a mark that it is done
 """
@@ -35,7 +35,7 @@ from poss_lightning.training.command import Training
 from poss_lightning.training.run_folder import FINISHED, LAST, has_outputs, only_training
 
 OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"
-CHECKPOINTS = (LAST.name, "best-*.ckpt", "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
+CHECKPOINTS = (LAST.name, "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
 
 Layer = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or a mapping of options
 
@@ -136,7 +136,7 @@ def _clear(folder: Path, restart: bool) -> None:
         remove(folder, EVENTS)  # else the scalars of the killed training count as the next one's
         for name in ("draft-best", "draft-last"):
             remove(folder / name, CONFIG, WEIGHTS)
-        remove(folder / LAST.parent, *CHECKPOINTS)  # a best one may be written before the first last one
+        remove(folder / LAST.parent, *CHECKPOINTS)  # Lightning's may be written before the first last one
 
 
 def _fit_apart(arguments: list[str]) -> None:
@@ -156,6 +156,7 @@ def _fit_apart(arguments: list[str]) -> None:
 
     command = [sys.executable, "-P", "-m", "poss_lightning.cli", "fit", *arguments]
     safe = os.environ | {"PYTHONSAFEPATH": "1"}  # -P for the processes it starts: no modules of the current folder
+    safe.pop("SLURM_NTASKS", None)  # else Lightning takes the sweep's tasks for this training's processes
     training = Popen(command, env=safe, preexec_fn=end_with_parent if libc else None)
     try:
         code = training.wait()

@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,23 +33,29 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
 
 
 def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
-    """Raise ValueError for a strategy or a precision with which this optimizer cannot train."""
+    """Raise ValueError for a strategy or a callback with which a draft, or this optimizer, cannot train."""
     if optimizer == "muon" and isinstance(trainer.strategy, DeepSpeed):
         raise ValueError(UNDIVIDED)
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+    if not isinstance(trainer.strategy, SingleDeviceStrategy | DeepSpeed) and type(trainer.strategy) is not DDPStrategy:
         raise ValueError(
-            f"trainer.precision is {trainer.precision}, whose first steps overflow by design, and a gradient that is "
-            "not finite stops the training: take bf16-mixed or 32-true"
+            f"trainer.strategy is {type(trainer.strategy).__name__}, whose weights and gradients are not checked, nor "
+            "written as one file: take ddp, or poss_lightning.training.strategies.DeepSpeed as conf/trainer/zero2.yaml"
         )
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, WeightAveraging):
+            raise ValueError(
+                f"trainer.callbacks has {type(callback).__name__}: it would validate averaged weights, but draft "
+                "folders would have the weights before averaging: leave it out"
+            )
 
 
 def check_precision(precision: str) -> None:
-    """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits."""
-    if precision in ("bf16-true", "16-true"):
-        raise ValueError(
-            f"trainer.precision is {precision}, in which small steps of the weights, and the sums of a validation, are "
-            "rounded away: take bf16-mixed or 32-true"
-        )
+    """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits, or scales the loss."""
+    if precision in ("bf16-true", "16-true", "16-mixed"):
+        reason = "the first steps overflow by design, and a gradient that is not finite stops the training"
+        if precision != "16-mixed":
+            reason = "small steps of the weights, and the sums of a validation, are rounded away"
+        raise ValueError(f"trainer.precision is {precision}, in which {reason}: take bf16-mixed or 32-true")
 
 
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:

@@ -43,16 +43,21 @@ def save_draft(draft: Specialists, folder: Path, writes: bool) -> None:
         _undivided(draft, state).save_pretrained(folder)
 
 
-def gather_draft(draft: Specialists) -> Specialists:
-    """The draft in training, undivided, in float32, on the CPU, in every process. All processes must call this.
+def gather_draft(draft: Specialists, **place: Any) -> Specialists:
+    """The draft in training, undivided, in every process; `place` is as `gather_state` takes it. All must call this.
 
     Tensors that are already like this are shared, not copied.
     """
-    return _undivided(draft, gather_state(draft))
+    return _undivided(draft, gather_state(draft, **place))
 
 
-def gather_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
-    """The undivided state of a module in training, on the CPU, weights in float32. All processes must call this.
+def gather_state(
+    module: nn.Module,
+    keep: bool = True,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """The undivided state of a module in training, weights in `dtype`. All processes must call this.
 
     A process that does not `keep` it takes part, tensor by tensor, and gets {}.
     """
@@ -60,7 +65,7 @@ def gather_state(module: nn.Module, keep: bool = True) -> dict[str, Tensor]:
     for name, value in module.state_dict(keep_vars=True).items():
         undivided = _gather(value).detach()
         if keep:
-            state[name] = undivided.cpu()
+            state[name] = undivided.to(device, dtype if undivided.is_floating_point() else undivided.dtype)
     return state
 
 
@@ -73,6 +78,11 @@ def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
 
 
 def _gather(value: Tensor) -> Tensor:
+    if hasattr(value, "ds_id") and not hasattr(value, "_z3_optimizer"):  # ZeRO-3 without an optimizer: a validation
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([value]):
+            return value.detach().float().clone()
     if hasattr(value, "ds_id") or hasattr(value, "_hp_mapping"):  # ZeRO's, which may be bfloat16
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -83,7 +93,7 @@ def _gather(value: Tensor) -> Tensor:
 
 
 class StreamedCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint tensor by tensor; Lightning's own would first hold the complete file in memory."""
+    """Writes and reads a checkpoint tensor by tensor; Lightning's own would hold the complete file in memory."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
         """Write a local file atomically, and to an address as Lightning does."""
@@ -91,6 +101,12 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             return super().save_checkpoint(checkpoint, path, storage_options)
         with atomic(path) as temporary:
             torch.save(checkpoint, temporary)
+
+    def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: bool | None = None) -> dict:
+        """Map a local file into memory, of which the processes of a machine then share one copy."""
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
 class DeepSpeed(DeepSpeedStrategy):

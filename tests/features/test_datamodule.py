@@ -45,6 +45,14 @@ def test_a_limit_takes_the_first_of_the_training_side_only(finished):
     assert limited.train == data.train[:3] and limited.held_out == data.held_out
 
 
+def test_a_conversation_longer_than_a_batch_is_counted_in_a_warning(finished):
+    data = make_data(finished, batch_tokens=30)
+    lengths = [int(data.source.lengths[i]) for i in data.train if data.source.lengths[i] > 30]
+    words = f"{len(lengths)} conversations are longer than data.batch_tokens, 30, .*longest has {max(lengths)} tokens"
+    with pytest.warns(UserWarning, match=words):
+        data.train_dataloader()
+
+
 def test_noise_is_for_training_and_new_in_every_epoch(finished):
     batch = next(iter(make_data(finished).train_dataloader()))
 

@@ -95,11 +95,12 @@ def keeps_no_copy(trainer: lightning.Trainer) -> None:
 
 
 def main(store: str, initial: str, runs: list[dict]) -> None:
-    """Do the runs, one after the other: {"strategy": "ddp", "world": 2, "folder": …, …}, or {"fit": arguments}."""
+    """Do the runs, one after the other: {"strategy": "ddp", "world": 2, …}, or {"fit": arguments, "last": path}."""
     reductions = Reductions()
     for run in runs:
         if "fit" in run:
             cli.run("fit", run["fit"])
+            cli.run("validate", [*run["fit"], f"--ckpt_path={run['last']}"])
             continue
         folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
         source, weights = run.get("store", store), run.get("initial", initial)

@@ -41,13 +41,9 @@ LAST = "run/checkpoints/last.ckpt"
 # As in conf/trainer/base.yaml, but with a checkpoint at step 3, between two validations: after a checkpoint of the same
 # step Lightning takes a validation that a kill ended for done.
 CALLBACKS = [
-    {"class_path": f"poss_lightning.{name}"}
-    for name in ("evaluation.probe.Replay", "training.callbacks.DraftFolders", "training.dashboard.Dashboard")
-] + [
-    {
-        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
-        "init_args": {"monitor": "val/tau_tree", "mode": "max", "auto_insert_metric_name": False, "filename": "best"},
-    },
+    {"class_path": "poss_lightning.evaluation.probe.Replay"},
+    {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
+    {"class_path": "poss_lightning.training.dashboard.Dashboard"},
     {"class_path": "poss_lightning.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 3}},
 ]
 FIT = {

@@ -78,17 +78,30 @@ def test_it_resumes_in_its_folder_with_the_given_options(poss, small, tmp_path):
     assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
 
 
+def start_slurm(monkeypatch) -> None:
+    """Pretend to be the only task of a job."""
+    for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+
+def test_slurm_must_start_all_processes_and_resumes_in_one_folder(poss, small, tmp_path, monkeypatch):
+    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"of a different training")
+    start_slurm(monkeypatch)
+    two = poss("fit", *small, *ONE, *AGAIN, "--trainer.devices", "2")
+    says(two, "fit", "trainer.devices is 2 and trainer.num_nodes 1, but the processes started are 1: srun --ntasks-per")
+    assert poss("fit", *small, *ONE, *AGAIN).code is None
+
+
 @pytest.mark.nightly
 def test_a_requeued_slurm_job_resumes_or_restarts(poss, small, tmp_path, monkeypatch):
     assert poss("fit", *small, *ONE, *AGAIN).code is None
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
-    shutil.copy(tmp_path / LAST, tmp_path / "hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
+    shutil.copy(tmp_path / LAST, tmp_path / "run/hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
     with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 1"):
-        for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
-            job.setenv(f"SLURM_{name}", str(value))
+        start_slurm(job)
         assert poss("fit", *small, *ONE, *AGAIN).code is None
-    (tmp_path / "hpc_ckpt_1.ckpt").unlink()
+    (tmp_path / "run/hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to resume from
     says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another --name")

@@ -11,10 +11,13 @@ import lightning
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import fit, fit_once, validate
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.optimizers import check_precision
 from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
@@ -93,13 +96,25 @@ def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, 
     assert (said, reached) == (([f"{ends}max_epochs -1 for all steps"], 3) if epochs == 1 else ([], 5))
 
 
-def test_float16_with_scaled_gradients_is_refused(store):
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": FSDPStrategy()}, r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"),
+        ({"callbacks": [EMAWeightAveraging()]}, r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"),
+    ],
+    ids=str,
+)
+def test_a_trainer_that_cannot_train_a_draft_is_refused(store, options, words):
     module = SpecialistTraining(store, [1])
-    module._trainer = SimpleNamespace(
-        strategy=None, precision="16-mixed", precision_plugin=SimpleNamespace(scaler=object())
-    )
-    with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, whose first steps overflow by design"):
+    module._trainer = SimpleNamespace(**{"strategy": DDPStrategy(), "callbacks": []} | options)
+    with pytest.raises(ValueError, match=words):
         module.on_fit_start()
+
+
+def test_float16_with_scaled_gradients_is_refused():
+    """Also with ZeRO; on a CPU Lightning takes bfloat16 instead."""
+    with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, in which the first steps overflow"):
+        check_precision("16-mixed")
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
@@ -131,7 +146,7 @@ def test_log_every_0_steps_logs_nothing(store, caplog, monkeypatch, tmp_path):
 
 
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
-    """A kill before the first last.ckpt leaves a draft, perhaps a best checkpoint, and nothing to resume from."""
+    """A kill before the first last.ckpt leaves a draft, perhaps Lightning's checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
     config.write_text("model: {learning_rate: 1.0e-3}")
     layers = (CPU, str(config), cut(store))
@@ -141,8 +156,7 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     (folder / FINISHED).unlink()
     (folder / "events.out.tfevents.1700000000.host.1.0").touch()
     (folder / "checkpoints").mkdir()
-    for name in ("best-1.ckpt", "epoch=0-step=1.ckpt"):
-        (folder / "checkpoints" / name).touch()
+    (folder / "checkpoints/epoch=0-step=1.ckpt").touch()
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns > written
     assert not (folder / "events.out.tfevents.1700000000.host.1.0").exists() and not (folder / "checkpoints").exists()
     with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):

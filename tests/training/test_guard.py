@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.processes import forked, printed
@@ -37,8 +38,10 @@ def fit(data, module, tmp_path, **options):
         gradient_clip_val=0.5,
         **{"enable_checkpointing": False} | options,
     )
-    trainer.fit(module, data)
-    return trainer
+    try:
+        trainer.fit(module, data)
+    finally:
+        trainer._signal_connector.teardown()  # Lightning leaves its handlers where saving on an exception raises, too
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -55,6 +58,10 @@ def test_step_and_conversations_are_named_and_checkpoints_are_from_before(store,
         assert stored["global_step"] == int(step)
         assert all(value.isfinite().all() for value in stored["state_dict"].values())
     assert not list(tmp_path.glob("*exception*"))
+    options |= {"max_steps": int(step) + 1, "callbacks": [DraftFolders()], "enable_checkpointing": False}
+    with pytest.raises(ValueError, match=f"step {step}: the norm of the gradient is nan"):
+        fit(NanFeature(store, batch_tokens=256, validation=0.2), SpecialistTraining(store, [1, 2]), tmp_path, **options)
+    assert not (tmp_path / "draft-last").exists()
 
 
 def test_the_first_bad_step_is_named_without_checkpoints_too(store, tmp_path):

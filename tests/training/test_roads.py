@@ -71,7 +71,8 @@ def trained(monkeypatch):
     seen: list[dict] = []
 
     class Ends:
-        def __init__(self, command, **options):
+        def __init__(self, command, *, env, **options):
+            assert "SLURM_NTASKS" not in env  # Lightning would take them for the processes of this training
             seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
 
         def wait(self) -> int:
@@ -80,6 +81,7 @@ def trained(monkeypatch):
     def train(*layers) -> None:
         seen.append(compose(*layers))
 
+    monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setattr(roads, "fit", train)
     monkeypatch.setattr(roads, "Popen", Ends)
     return seen

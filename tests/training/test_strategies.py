@@ -15,6 +15,7 @@ The numbers are accumulated batches. At 4 batches a step the third is short: it 
 
 import json
 import pickle
+import sys
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -117,7 +118,8 @@ def from_yaml(out: Path, name: str, store: str) -> dict:
         "trainer.callbacks.init_args.every_n_train_steps": 1,  # of the last callback, which writes last.ckpt
     }
     configs = [CONF / "draft" / "poss3.yaml", CONF / "trainer" / f"{name}.yaml"]
-    return {"fit": [f"--config={path}" for path in configs] + [f"--{key}={value}" for key, value in options.items()]}
+    fit = [f"--config={path}" for path in configs] + [f"--{key}={value}" for key, value in options.items()]
+    return {"fit": fit, "last": str(out / f"{name}.yaml" / "checkpoints" / "last.ckpt")}
 
 
 def runs(out: Path, strategy: str, other: str | None = None) -> list[dict]:
@@ -244,9 +246,11 @@ def test_a_checkpoint_is_as_large_as_planned(trained, strategy):
     assert 0 <= (run / "step=4.ckpt").stat().st_size - file < 40_000 < file / 4
 
 
-def test_a_checkpoint_is_written_atomically(tmp_path, monkeypatch):
+def test_a_checkpoint_is_written_atomically_and_mapped_to_be_read(tmp_path, monkeypatch):
     path, io = tmp_path / "folder" / "last.ckpt", StreamedCheckpointIO()
     io.save_checkpoint({"step": torch.tensor(1)}, path)
+    stored = io.load_checkpoint(path)
+    assert stored == {"step": 1} and (sys.platform != "linux" or str(path) in Path("/proc/self/maps").read_text())
     monkeypatch.setattr(torch, "save", lambda checkpoint, path: (path.write_bytes(b"half"), 1 / 0))
     with pytest.raises(ZeroDivisionError):
         io.save_checkpoint({"step": torch.tensor(2)}, path)
@@ -307,7 +311,7 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [pytest.param("zero3", marks=of_zero)])
 def test_a_trainer_yaml_runs_on_two_cpu_ranks(trained, tmp_path, name):
-    """With validation, replay and checkpoint while everything is divided."""
+    """With validation, replay and checkpoint while everything is divided, and a validation alone (`ranks.main`)."""
     run = trained / f"{name}.yaml"
     export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
