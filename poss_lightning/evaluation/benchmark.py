@@ -20,7 +20,6 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
-from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import (
     check_settings,
@@ -127,12 +126,10 @@ def benchmark(
     check_folder(out, *RUN_FILES)
     drafts = drafts or {}
     check_method_names(drafts)
-    for folder in drafts.values():
-        check_draft(folder)
+    loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     sampling = check_options_fit(config)
     loaded_suites = load_suites(suites, limit)
     questions = [question for suite in loaded_suites for question in suite.questions]
-    loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     earlier = read_json(note).get("config", {}) if (note := Path(out, "run.json")).is_file() else {}
     model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})

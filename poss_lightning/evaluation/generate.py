@@ -14,7 +14,6 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
-from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
@@ -101,8 +100,6 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     config["tree"] = tree = tree or ("fixed" if show else "auto")
     config["lookup"] = lookup = choose_lookup(lookup, bool(draft), tree)
-    if draft:
-        check_draft(draft)
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     sampling.check_vocabulary(model.spec.vocab_size)

@@ -26,7 +26,6 @@ from poss_lightning.decoding.drafting import Drafter, count_candidates
 from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
-from poss_lightning.draft.config import check_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance_rates, table
 from poss_lightning.evaluation.provenance import (
@@ -91,15 +90,12 @@ def replay(
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_method_names(drafts)
-    for source in drafts.values():
-        check_draft(source)
     folder, features = Path(out), FeatureStore(store)
     config |= {"target": features.target.name, "fingerprint": features.target.fingerprint}
     if (other := folder / NAMES[0]).exists():
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
-    described = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
     settings = {name: config[name] for name in ("store", "dtype", "fingerprint")}
     check_settings(folder, settings, methods)
