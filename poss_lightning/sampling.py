@@ -49,6 +49,11 @@ class Sampling:
         """The same with 1 for any temperature but 0."""
         return replace(self, temperature=float(self.temperature > 0))
 
+    @property
+    def steps(self) -> tuple[bool, ...]:
+        """Whether tokens are drawn, and which filters and penalties there are: what choosing one costs."""
+        return bool(self.temperature), bool(self.top_k), self.top_p < 1, bool(self.min_p), self.repetition_penalty != 1
+
     def check_vocabulary(self, size: int) -> None:
         """Raise ValueError if top_k exceeds the vocabulary."""
         if self.top_k > size:

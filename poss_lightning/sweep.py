@@ -9,10 +9,12 @@ NAME/
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import product
+from math import gcd
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
@@ -100,11 +102,11 @@ class Sweep:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
     def cells(self, experiment: Path) -> list[PlannedCell]:
-        """Every choice of the first seed, then of the second, and so on; see `_order`."""
+        """Every choice of the first seed, then of the second, and so on."""
         packed = {cell.key: cell for cell in packed_cells(experiment)}
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
-        for seed, choice in self._order():
+        for seed, choice in product(map(int, self.seeds), self.choices):
             given = (self.fit, self.choices[choice], getattr(self, measure))
             common, special, options = (_with_seed(each or {}, seed) for each in given)
             configs = [*common.pop("config", []), *special.pop("config", [])]
@@ -112,13 +114,6 @@ class Sweep:
             folder = experiment / FOLDERS / choice / f"seed-{seed}"
             cells.append(PlannedCell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
         return cells
-
-    def _order(self) -> Iterator[tuple[int, str]]:
-        """Seeds and choices. Each seed begins one choice later, so that no shard, and so no machine, has one alone."""
-        choices = list(self.choices)
-        for number, seed in enumerate(map(int, self.seeds)):
-            first = number % len(choices)
-            yield from ((seed, choice) for choice in choices[first:] + choices[:first])
 
 
 def _with_seed(options: Any, seed: int) -> Any:
@@ -223,4 +218,6 @@ def _share(cells: list[PlannedCell], shard: str) -> list[PlannedCell]:
         place, shares = 0, 0
     if not 1 <= place <= shares:
         raise ValueError(f"shard is {shard!r}; it must be i/n, for example 1/4, with i from 1 to n")
-    return cells[place - 1 :: shares]
+    choices = len({cell.choice for cell in cells})
+    turn = int(gcd(choices, shares) > 1)  # with each seed, so that no share, and so no machine, has one choice alone
+    return [cell for i, cell in enumerate(cells) if (i + turn * (i // choices)) % shares == place - 1]

@@ -198,7 +198,7 @@ def test_shards_share_the_trainings_out(experiment):
     cells = Sweep.load(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
-    assert all({cell.choice for cell in _share(cells, f"{i}/2")} == {"one", "two"} for i in (1, 2))
+    assert all({cell.choice for cell in _share(cells, f"{i}/{n}")} == {"one", "two"} for n in (2, 3) for i in (1, n))
     for wrong in ("0/2", "3/2", "half", "1/0"):
         with pytest.raises(ValueError, match="it must be i/n"):
             _share(cells, wrong)

@@ -188,8 +188,8 @@ class Model:
                 raise ValueError(f"streamer is for one prompt, and input_ids has {len(prompts)}")
             streamer.put(input_ids.cpu())
             watch = partial(_stream, streamer)
-        self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
-        texts = [one.tokens for one in self.decoded]
+        decoded = self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
+        texts = [one.tokens for one in decoded]
         if streamer is not None:
             streamer.end()
         longest = max(map(len, texts))

@@ -236,7 +236,7 @@ class Settled(AutoBudget):
     def learn(self, done: Round) -> None:
         if self.plan:
             self.rounds += 1
-            if self.rounds == (SETTLED_ROUNDS if self.plan[0] else 4 * SETTLED_ROUNDS):
+            if self.rounds == (SETTLED_ROUNDS if self.plan[0] or not self.depth else 4 * SETTLED_ROUNDS):
                 self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[NEW_TRIALS:]
             return
         self._add(done, self.depth)

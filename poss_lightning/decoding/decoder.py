@@ -6,14 +6,18 @@ from dataclasses import dataclass, field
 from threading import RLock
 from types import MappingProxyType
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
+
+_TURNS = WeakKeyDictionary[nn.Module, RLock]()  # of threads
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,13 @@ class Decoder(ABC):
     ) -> list[Decoded]:
         """New tokens of every prompt; arguments and errors are those of a `Request`, `stops` the target's by default.
 
-        `watch` is called after each step; its seconds do not count. Threads wait for each other.
+        `watch` is called after each step; its seconds do not count. Threads with one model
+        wait for each other.
         """
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
         accepted: list[list[int]] = [[] for _ in prompts]
-        with vars(self).setdefault("turn", RLock()):  # of threads: a decoder has one set of caches
+        with _TURNS.setdefault(self.target.model, RLock()):  # decoders have one set of caches, models one config
             clock = Clock(self.target.device)
             for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
                 for prompt, tokens in step.tokens.items():

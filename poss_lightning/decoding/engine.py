@@ -82,8 +82,8 @@ class Speculative(Decoder):
         self.target, self.tree = target, tree
         self.fixed, self.lookup = Fixed(depth, nodes, lookup), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
-        # By rows of the batch, doublings of the texts' length, and how tokens are chosen.
-        self.measured: dict[tuple[int, int, Sampling], Costs] = {}
+        # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
+        self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
         self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
         self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
@@ -242,7 +242,7 @@ class Speculative(Decoder):
     def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
         """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""
         if self.tree == "auto":
-            batch, device, kind = len(self.active.prompts), self.target.device, self.sampler.kind
+            batch, device, kind = len(self.active.prompts), self.target.device, sampling.steps
             doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
             known = [each for rows, each, how in self.measured if (rows, how) == (batch, kind) and each <= doublings]
             if begins and doublings not in known:

@@ -249,7 +249,7 @@ class Run:
             plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
             if not self.target.chat.is_plain(plain.tokens) and turn + 1 < len(question.turns):
                 logger.warning(
-                    "%s ends after turn %d: its answer has special tokens, so no text says it", question, turn
+                    "%s ends after turn %d: its answer has special tokens, so no message can repeat it", question, turn
                 )
                 break
             messages.append({"role": "assistant", "content": plain.text})

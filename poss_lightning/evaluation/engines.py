@@ -28,7 +28,7 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
 
     Args:
         objects: those of the file, each with its place.
-        file: names the method, unless an answer does.
+        file: names the method.
 
     Raises:
         ValueError: no answer has rounds, or one has something else in their place; the message says what writes them.

@@ -9,6 +9,7 @@ compares replayed rounds with the engine's.
 """
 
 import gzip
+import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -101,15 +102,16 @@ def replay(
     check_settings(folder, settings, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
-        work.claim(settings | {"manifest": sha256(Path(store) / MANIFEST), "methods": methods})
+        work.claim(settings | {"manifests": [sha256(own / MANIFEST) for own in features.folders], "methods": methods})
         found = {}
         for name, draft in loaded.items():
-            if (receipt := work.receipt(name)) is None:
+            part = hashlib.sha256(name.encode()).hexdigest()[:16]  # as a name may hold a slash
+            if (receipt := work.receipt(part)) is None:
                 receipt = _measure(name, draft, features, embed_head, methods[name])
-                work.write_receipt(name, receipt)
+                work.write_receipt(part, receipt)
             found[name] = receipt
-            for warning in receipt["warnings"]:
-                logger.warning("%s: %s", store, warning)
+        for warning in dict.fromkeys(warning for receipt in found.values() for warning in receipt["warnings"]):
+            logger.warning("%s: %s", store, warning)
         lines = [line for receipt in found.values() for line in receipt["records"]]
         config |= next(iter(found.values()))["sampling"]
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
@@ -128,8 +130,8 @@ def _measure(
     depth, nodes, width = facts["depth"], facts["nodes"], facts["tree_width"]
     stored = _read_answers(store, draft, embed_head)
     answers = [answer for *_, answer in stored]
-    rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
     sampling, printed = sampling_settings(answers), ""
+    rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
     if sampling["temperature"]:
         counts = sorted({1, min(4, width), width})
         rates = acceptance_rates(draft, embed_head, answers, depth, counts)

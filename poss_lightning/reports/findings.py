@@ -115,8 +115,12 @@ def _find(sources: list[Source], baseline: str, reference: str | None) -> Findin
     answers = _choose_answers(trainings)
     notes = [SEEDS if any(len(row.seeds) > 1 for row in rows) else TRAINED_ONCE]
     seeds = set(next((row.seeds for row in rows if row.method == reference), ()))
-    if notes == [SEEDS] and (few := {row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1}):
-        notes.append(f"One training alone compares with {reference}'s, so for other prompts: {', '.join(sorted(few))}.")
+    if notes == [SEEDS] and (
+        few := sorted({row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1})
+    ):
+        notes.append(
+            f"One seed alone is shared with {reference}, so the interval is for other prompts: {', '.join(few)}."
+        )
     return Findings(
         rows=rows,
         baseline=baseline if any("speed_up" in row.values for row in rows) else None,
@@ -161,7 +165,7 @@ def not_comparable(sources: Iterable[Source]) -> list[str]:
     for source in sources:
         run = source.run or {}
         options, is_timed = as_object(run.get("config")), any(record.seconds for record in source.records)
-        facts = {public_name(name): digest for name, digest in source.inputs.items()} | {"dtype": options.get("dtype")}
+        facts = source.inputs | {"dtype": options.get("dtype")}
         if is_timed:
             facts |= {"max_new_tokens": options.get("max_new_tokens")}
             facts |= {name: run.get(name) for name in ("machine", "device")}
@@ -169,7 +173,7 @@ def not_comparable(sources: Iterable[Source]) -> list[str]:
             if value is not None:
                 seen.setdefault(name, set()).add(str(value))
     return [
-        f"WARNING: not comparable: these records had {len(different)} different {name}"
+        f"WARNING: not comparable: these records had {len(different)} different {public_name(name)}"
         for name, different in seen.items()
         if len(different) > 1
     ]

@@ -68,7 +68,7 @@ def prefill(
 ) -> tuple[TreeCache, Tensor, Tensor]:
     """Read the prompts into a cache with `room` more slots: `cache` where it fits, else a new one, somewhat larger.
 
-    Long ones are read block by block, as a mask has a byte for each pair of a block's slots and the slots so far.
+    Long ones are read block by block, as a mask has a number for each pair of a block's slots and the slots so far.
 
     Returns:
         The cache, the input of a draft that reads `layers` (B, T, R), and the last real feature of each row (B, D).

@@ -27,7 +27,8 @@ def grouped_attention(
     """
     group = queries.shape[1] // keys.shape[1]
     folded = queries.unflatten(1, (-1, group)).flatten(2, 3)  # (B, kv heads, H/kv * M, d)
-    mask = mask.repeat(1, 1, folded.shape[2] // mask.shape[2], 1)
+    if (copies := folded.shape[2] // mask.shape[2]) > 1:
+        mask = mask.repeat(1, 1, copies, 1)
     attended = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
     return attended.unflatten(2, (group, -1)).flatten(1, 2)
 

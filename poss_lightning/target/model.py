@@ -192,7 +192,7 @@ class Target(nn.Module):
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         positions = positions.clamp(max=self.spec.context - 1)
-        # Made once where all layers share heads alike; others repeat it for themselves.
+        # Once for all layers, where they lie on one device and have the same heads; others repeat it for themselves.
         copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
         mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype, copies)
         with self._as_decoded(), grouped_heads(self.config), self._kept(layers) as inner:

@@ -218,7 +218,7 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup, most):
     """Where the host sees the tree, that is to its deepest node and the place after."""
     engine, made = Speculative(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), []
-    engine.measured[1, 0, Sampling(1.0)] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
+    engine.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
     monkeypatch.setattr(TokenSampler, "noise", lambda self, places: made.append(places.shape[1]) or noise(self, places))
     draws = torch.Generator().manual_seed(3)

@@ -93,7 +93,7 @@ def test_no_token_changes(target, name, sampling, prompts):
     allocation, tree, options = ENGINES[name]
     draft = allocation and tiny_draft(target, allocation)
     engine = Speculative(target, draft, *tree, lookup=6, **options)
-    engine.measured = {(n, 0, sampling.kind): Costs(0.01, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for n in (1, 2, 3)}
+    engine.measured = {(n, 0, sampling.steps): Costs(0.01, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for n in (1, 2, 3)}
     plain = drawn(Autoregressive(target), sampling, 5, prompts, 60)
     for _ in range(2):  # the second text in the memory of the first
         assert drawn(engine, sampling, 5, prompts, 60) == plain
@@ -103,7 +103,7 @@ def test_no_token_changes(target, name, sampling, prompts):
 def test_without_a_draft_auto_looks_up_where_that_pays(target):
     """A text that repeats itself brings tokens for the time of the nodes; nothing is added where nothing matches."""
     engine, sizes = Speculative(target, None, tree="auto", lookup=6), []
-    engine.measured[1, 0, GREEDY] = Costs(0.0, dict(zip((1, 2, 4, 7), (1.0, 1.1, 1.2, 1.3), strict=True)))
+    engine.measured[1, 0, GREEDY.steps] = Costs(0.0, dict(zip((1, 2, 4, 7), (1.0, 1.1, 1.2, 1.3), strict=True)))
 
     def watch(step):
         if step.tree is not None:

@@ -292,7 +292,7 @@ def test_a_conversation_ends_after_an_answer_that_no_text_says(target, tmp_path,
     loop, asked = fixed_run(target, tmp_path, f"so {target.tokenizer.all_special_tokens[0]} it is", "b", "c")
     loop.decode([Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])], 8, repeats=1)
     assert len(asked) == 3 + 6 and [log.message for log in caplog.records] == [
-        "question 1 of s ends after turn 0: its answer has special tokens, so no text says it"
+        "question 1 of s ends after turn 0: its answer has special tokens, so no message can repeat it"
     ]
 
 
