@@ -191,10 +191,10 @@ def test_an_own_head_learns_within_its_vocabulary(inner, size):
         counts[row, slot] *= int(batch.greedy[row, slot + 1]) in kept
     assert size is None or 0 < (counts > 0).sum() < (batch.counts[:, :-1] > 0).sum()
     read = [module.draft.norm(prediction) for prediction in predictions]
-    given = read, batch.features[:, 1:], counts, module.embed_head.head, 0.0, 1.0, 0.0
+    given = read, batch.features[:, 1:], counts, module.embed_head.head
     torch.testing.assert_close(
         losses.weighted.double(),
-        naive.pass_losses(*given, draft_head=module.draft.lm_head.weight),
+        naive.pass_losses({"token": 1.0}, *given, draft_head=module.draft.lm_head.weight),
         rtol=1e-4,
         atol=1e-4,
     )
