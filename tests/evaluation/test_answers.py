@@ -8,6 +8,7 @@ from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop
+from tests.support.stores import dies_after
 from tests.support.tiny import tiny_target
 
 TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
@@ -56,19 +57,10 @@ def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch)
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
+def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, suite):
     options = {"prompts": [suite], "answer_tokens": 12, "batch_size": 2, "dtype": "float32"}
     synthesize(str(tmp_path / "whole.jsonl"), **options)
-    calls, plain = [], PlainLoop.generate
-
-    def dies(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    monkeypatch.setattr(PlainLoop, "generate", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with dies_after(PlainLoop, "generate", 2):
         synthesize(str(tmp_path / "killed.jsonl"), **options)
     assert not (tmp_path / "killed.jsonl").exists()
     with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun .* \(answer_tokens 12, now 9\)"):

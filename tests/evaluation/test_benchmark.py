@@ -13,6 +13,7 @@ from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.suites import Question
+from tests.support.stores import dies_after
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 
@@ -139,17 +140,8 @@ def test_run_json_says_what_was_run_where_and_with_what(whole, target):
 
 
 @pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
-def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
-    decode, calls = module.Speculative.decode, []
-
-    def dying(self, *args, **options):
-        calls.append(args)
-        if len(calls) > answers:
-            raise KeyboardInterrupt
-        return decode(self, *args, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module.Speculative, "decode", dying)
+def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, answers, questions):
+    with dies_after(module.Speculative, "decode", answers):
         run(tmp_path)
     receipts = [json.loads(path.read_text()) for path in sorted((tmp_path / "unfinished").glob("question-*.json"))]
     begun = "".join(f"{line}\n" for receipt in receipts for line in receipt["records"])
@@ -219,16 +211,7 @@ def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_n
 def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_path, monkeypatch):
     """Seconds of two machines do not meet in one file."""
     options = {"suites": suite(tmp_path, ["Hi"], ["Ho"])}
-    decode_question, calls = Run._decode_question, []
-
-    def dying(self, question, *args):
-        calls.append(question)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return decode_question(self, question, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "_decode_question", dying)
+    with dies_after(Run, "_decode_question", 1):
         run(tmp_path / "out", **options)
     with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
         run(tmp_path / "out", **options, repeats=1)
