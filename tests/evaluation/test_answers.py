@@ -1,13 +1,12 @@
 """The target answers given prompts: turn by turn, as it would alone, killed and resumed."""
 
-import json
-
 import pytest
 
 from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop
+from tests.support.inputs import write_suite
 from tests.support.stores import dies_after
 from tests.support.tiny import tiny_target
 
@@ -23,9 +22,7 @@ def target(monkeypatch):
 
 @pytest.fixture
 def suite(tmp_path):
-    lines = [json.dumps({"question_id": i, "turns": turns}) + "\n" for i, turns in enumerate(TURNS)]
-    (tmp_path / "odd.jsonl").write_text("".join(lines))
-    return str(tmp_path / "odd.jsonl")
+    return write_suite(tmp_path / "odd.jsonl", *TURNS)
 
 
 def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
@@ -42,8 +39,7 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
 
 def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch):
     words = [3, 40, 5, 41, 4]
-    lines = [json.dumps({"question_id": i, "turns": ["why " * count]}) + "\n" for i, count in enumerate(words)]
-    (tmp_path / "odd.jsonl").write_text("".join(lines))
+    suite = write_suite(tmp_path / "odd.jsonl", *(["why " * count] for count in words))
     batches, plain = [], PlainLoop.generate
 
     def spied(loop, prompts, *arguments):
@@ -51,7 +47,7 @@ def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch)
         return plain(loop, prompts, *arguments)
 
     monkeypatch.setattr(PlainLoop, "generate", spied)
-    synthesize(str(tmp_path / "out.jsonl"), prompts=[str(tmp_path / "odd.jsonl")], answer_tokens=1, batch_size=2)
+    synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=1, batch_size=2)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     lengths = [length for batch in batches for length in batch]
     assert lengths == sorted(lengths, reverse=True)
@@ -70,10 +66,8 @@ def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, suite):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
-def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys, suite):
-    with open(suite, "a") as file:
-        file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")
-    options = {"prompts": [suite], "dtype": "float32"}
+def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys):
+    options = {"prompts": [write_suite(tmp_path / "odd.jsonl", *TURNS, ["x " * 600])], "dtype": "float32"}
     synthesize(str(tmp_path / "out.jsonl"), answer_tokens=12, **options)
     assert "1 of 6 questions are left out" in capsys.readouterr().out
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5

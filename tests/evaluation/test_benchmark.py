@@ -13,6 +13,7 @@ from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.suites import Question
+from tests.support.inputs import write_suite
 from tests.support.stores import dies_after
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
@@ -72,12 +73,6 @@ def untimed(folder: Path) -> list[dict]:
     """The lines of a folder without what differs between runs."""
     lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
-def suite(folder: Path, *turns: list[str]) -> list[str]:
-    path = folder / "made.jsonl"
-    path.write_text("".join(json.dumps({"question_id": i, "turns": texts}) + "\n" for i, texts in enumerate(turns)))
-    return [str(path)]
 
 
 # --- what is written ---
@@ -196,21 +191,21 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
 )
 def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
     if "suites" in change:
-        change = {"suites": suite(tmp_path, ["Hi"], ["word " * 600])}
+        change = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])]}
     with pytest.raises((ValueError, OSError), match=words):
         run(tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_not(run, tmp_path, caplog):
-    run(tmp_path / "out", suites=suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"]))
+    run(tmp_path / "out", suites=[write_suite(tmp_path / "made.jsonl", ["Hi"], ["Hi", "word " * 600], ["Ho"])])
     assert "question 1 of made ends before turn 1" in caplog.text
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
 def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_path, monkeypatch):
     """Seconds of two machines do not meet in one file."""
-    options = {"suites": suite(tmp_path, ["Hi"], ["Ho"])}
+    options = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["Ho"])]}
     with dies_after(Run, "_decode_question", 1):
         run(tmp_path / "out", **options)
     with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
@@ -235,7 +230,7 @@ def test_a_run_json_alone_may_be_of_anything_and_is_not_replaced(run, tmp_path):
 def test_gzipped_records_are_not_replaced(run, tmp_path):
     (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
-        run(tmp_path, suites=suite(tmp_path, ["Hi"]))
+        run(tmp_path, suites=[write_suite(tmp_path / "made.jsonl", ["Hi"])])
     assert not (tmp_path / "run.json").exists()
 
 
