@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client, so that no test waits for a network
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from poss_lightning import cli
 from poss_lightning.target.model import Target
 from tests.support import pretended
+from tests.support.command import Poss, run_in
 from tests.support.inputs import write_inputs
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 
@@ -55,6 +57,13 @@ def inputs(target, tiny_folder, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder, target, tiny_folder)
     return folder
+
+
+@pytest.fixture
+def poss(tmp_path, monkeypatch) -> Poss:
+    """Run a command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return partial(run_in, tmp_path)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Commands that are killed, on a full disk, or beside a second one: a few cases of `benchmarks/faults.py`."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from poss_lightning import cli
 from tests.support.faults import Fault
 from tests.support.processes import forked, printed
-from tests.support.writers import MADE, WRITERS, Place, write_inputs
+from tests.support.writers import WRITERS, Place
 
 CASES = {
     "extract": ["foreign:30"],
@@ -33,13 +32,6 @@ def check_cases(folder: str, names: list[str]) -> None:
 def test_commands_survive(tmp_path, names):
     """In a process of its own, which forks."""
     assert forked(tmp_path / "log", 1, check_cases, str(tmp_path), names) == [0], printed(tmp_path / "log")
-
-
-def test_what_every_command_reads_exists(tmp_path):
-    write_inputs(tmp_path / "inputs")
-    for writer in [*WRITERS.values(), *MADE.values()]:
-        for name in [*re.findall(r"\{inputs\}/([\w.]+)", " ".join(writer.arguments)), *writer.copies]:
-            assert name in MADE or (tmp_path / "inputs" / name).exists(), f"{writer.command} reads {name}"
 
 
 def test_every_command_that_writes_is_among_them():

@@ -29,6 +29,7 @@ from poss_lightning.files import public_name, sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
+from tests.support.inputs import write_suite
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
@@ -535,9 +536,8 @@ def test_a_kill_in_the_last_validation_costs_no_training(experiment, tmp_path, m
 
 @pytest.mark.nightly
 def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
-    suite = tmp_path / "s.jsonl"
-    suite.write_text("".join(json.dumps({"question_id": i, "turns": [f"word {i}"]}) + "\n" for i in range(3)))
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [str(suite)], "max_new_tokens": 9}
+    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
+    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
     sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
     records = read_records(tmp_path / "cells/one/seed-7")
     assert {record.method for record in records} == {"plain", "generate", "one"}

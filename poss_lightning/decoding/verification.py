@@ -5,7 +5,7 @@ its parent, and the deepest node whose whole path is chosen ends what is accepte
 
 The published rule visits a node's children in turn: accept x with probability p(x), else take x out of p, renormalise
 and try the next; when none is left, draw the bonus token from what remains. Drafted children are certain proposals, so
-both have one law (tests/decoding/test_verification.py enumerates them).
+both have one law.
 """
 
 from typing import NamedTuple

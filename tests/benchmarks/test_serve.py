@@ -12,6 +12,7 @@ from benchmarks.vllm_server import Server, count_accepted
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.reports.compare import compare
+from tests.support.inputs import write_suite
 from tests.support.tiny import tiny_draft
 
 FAKE = (sys.executable, str(Path(__file__).parents[1] / "support" / "fake_vllm.py"))
@@ -81,14 +82,12 @@ def test_nothing_counts_after_a_stop_token(accepted, new_tokens, stopped, expect
 @pytest.fixture
 def ours(target, tiny_folder, tmp_path) -> Path:
     """A benchmark of the tiny target with a chain."""
-    questions = [{"question_id": number, "turns": turns} for number, turns in enumerate(TURNS)]
-    (tmp_path / "suite.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     tiny_draft(target, [3]).save_pretrained(tmp_path / "chain")
     benchmark(
         str(tmp_path / "ours"),
         drafts={"chain": str(tmp_path / "chain")},
         target=tiny_folder,
-        suites=[str(tmp_path / "suite.jsonl")],
+        suites=[write_suite(tmp_path / "suite.jsonl", *TURNS)],
         max_new_tokens=12,
         nodes=4,
         tree_width=1,

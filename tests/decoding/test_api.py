@@ -1,8 +1,5 @@
 """`load(...).generate(...)` is transformers' `generate`: same arguments, same tokens."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -68,6 +65,7 @@ def test_a_batch_is_continued_as_transformers_does(model, reference, stop, many,
     filled = (expected[:, -1] == (2 if pad is None else pad)).tolist()
     assert any(filled) and not all(filled), "the rows should end at different places"
     assert torch.equal(model.generate(**inputs, **arguments), expected)
+    assert pad or torch.equal(model.generate(inputs["input_ids"], **arguments), expected)  # padding is known by itself
 
 
 def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
@@ -82,36 +80,21 @@ def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
     )
 
 
-def test_a_stop_token_is_no_padding_where_nothing_ends(reference):
-    tokenizer = tiny_tokenizer()
-    tokenizer.pad_token = None
-    model = load(reference, tokenizer=tokenizer)
-    prompt = torch.tensor([[5, min(model.target.chat.stops), 6, min(model.target.chat.stops)]])
-    every = torch.ones_like(prompt)
-    bare = model.generate(prompt, max_new_tokens=4, eos_token_id=[])
-    assert torch.equal(bare, model.generate(prompt, attention_mask=every, max_new_tokens=4, eos_token_id=[]))
-
-
-def test_the_chats_stop_token_is_no_padding_whatever_ends_a_text(reference):
+@pytest.mark.parametrize("pad", [None, "the stop"])
+def test_a_stop_token_is_no_padding_whatever_ends_a_text(reference, pad):
     """Many models pad with it, SmolLM2 too. A pad token that is named is padding, as in transformers."""
     tokenizer = tiny_tokenizer()
+    end = tokenizer.eos_token_id
+    tokenizer.pad_token_id = pad and end
     model = load(reference, tokenizer=tokenizer)
-    end = min(model.target.chat.stops)
-    tokenizer.pad_token_id = end
     prompt = torch.tensor([[end, 5, end, 6]])
     for stops in ([], [7]):
         given = {"max_new_tokens": 4, "eos_token_id": stops}
-        assert torch.equal(
-            model.generate(prompt, **given), model.generate(prompt, attention_mask=torch.ones_like(prompt), **given)
-        )
+        bare = model.generate(prompt, **given)
+        assert torch.equal(bare, model.generate(prompt, attention_mask=torch.ones_like(prompt), **given))
     left = torch.tensor([[end, 5, 6]])
     padded = model.generate(left, max_new_tokens=4, eos_token_id=[], pad_token_id=end)
     assert torch.equal(padded[:, 1:], model.generate(left[:, 1:], max_new_tokens=4, eos_token_id=[]))
-
-
-def test_padding_is_known_without_a_mask_too(model, reference):
-    tokens = padded("left")["input_ids"]
-    assert torch.equal(model.generate(tokens, max_new_tokens=9), reference.generate(tokens, max_new_tokens=9))
 
 
 def test_right_padding_changes_no_answer(model, reference):
@@ -120,19 +103,6 @@ def test_right_padding_changes_no_answer(model, reference):
     output = model.generate(**right, max_new_tokens=20)
     assert torch.equal(output[:, :-20], right["input_ids"])
     assert torch.equal(output[:, -20:], reference.generate(**left, max_new_tokens=20)[:, -20:])
-
-
-@pytest.mark.parametrize(
-    "law", [{}, {"temperature": 0.7, "top_k": 0}, {"top_k": 3, "top_p": 0.8}, {"top_k": 0, "min_p": 0.2}]
-)
-def test_what_is_drawn_is_what_plain_decoding_draws(model, law):
-    inputs, arguments = padded("left"), {"max_new_tokens": 25, "do_sample": True} | law
-    plain = Model(Autoregressive(model.target))
-    outputs = [
-        which.generate(**inputs, **arguments, generator=torch.Generator().manual_seed(seed))
-        for which, seed in ((model, 3), (plain, 3), (plain, 4))
-    ]
-    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
 
 
 def test_drawing_is_by_the_defaults_of_transformers(model):
@@ -171,23 +141,11 @@ def test_a_chat_answers(model, monkeypatch):
     assert model.chat("Hi", generation_config=GenerationConfig()) == longest
 
 
-@pytest.mark.parametrize("system", [[], [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]])
-def test_content_in_parts_is_their_text(model, system):
-    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?"}]
-    plain = [{"role": message["role"], "content": message["content"][0]["text"]} for message in system]
-    said = model.chat([*system, {"role": "user", "content": parts}], 12)
-    assert said == model.chat([*plain, {"role": "user", "content": "How many?"}], 12)
-
-
-USER, PICTURE = {"role": "user", "content": "Hi"}, {"type": "image_url", "image_url": {"url": "x"}}
+USER = {"role": "user", "content": "Hi"}
 NO_CHATS = [
     ([{"role": "user", "content": None}], "message 0 has no content; give a text"),
     ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has no content"),
     ([{"content": "Hi"}], "message 0 has no 'role'"),
-    ([USER, {"role": 3, "content": "Hi"}], "message 1: unknown role 3"),
-    ([USER, "Hi"], "message 1 must be an object, it is a str"),
-    ([{"role": "user", "content": [{"type": "text", "text": "Hi"}, PICTURE]}], "message 0 has a part .*image_url"),
-    ([{"role": "user", "content": [{"type": "text", "text": None}]}], "message 0 has a part without a text"),
     ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
     ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
     ([], "there are no messages"),
@@ -227,10 +185,7 @@ BAD = [
     ({"num_beams": 4}, TypeError, "num_beams"),
     ({"token_type_ids": TWO["input_ids"]}, TypeError, "token_type_ids"),
     ({"temperature": 0.5}, ValueError, "temperature is 0.5, which has no effect without do_sample=True"),
-    ({"do_sample": True, "temperature": -1.0}, ValueError, "temperature is -1.0"),
-    ({"do_sample": True, "top_p": 0.0}, ValueError, "top_p is 0.0"),
     ({"max_new_tokens": 0}, ValueError, "must be at least 1"),
-    ({"repetition_penalty": 0.0}, ValueError, "repetition_penalty is 0.0; it must lie between"),
     ({"num_return_sequences": 2}, ValueError, "num_return_sequences is 2; it must be 1, or more with do_sample=True"),
     ({"seed": 1, "generator": torch.Generator()}, ValueError, "seed and generator are both given"),
     ({"max_length": 3}, ValueError, "max_length is 3 and the prompt has 3 tokens"),
@@ -263,14 +218,6 @@ def test_bad_arguments_are_refused_by_name(model, arguments, error, words):
 def test_a_model_in_hand_needs_its_tokenizer(reference):
     with pytest.raises(ValueError, match="tokenizer is None; a LlamaForCausalLM in hand needs its own"):
         load(reference)
-
-
-def test_importing_the_package_is_free():
-    look = "import sys, poss_lightning; poss_lightning.__version__; print('torch' in sys.modules, len(sys.modules))"
-    heavy, modules = subprocess.run(
-        [sys.executable, "-c", look], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert heavy == "False" and int(modules) < 100
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from poss_lightning.decoding.verification import judge
 from poss_lightning.sampling import GREEDY, Sampling
 from tests.support.decoders import PROMPTS, drawn
 from tests.support.tiny import tiny_draft
+from tests.support.trees import random_tree
 
 REPEATED = [[5, 6, 7, 8, 5, 6, 7, 8, 5], [9] * 11, [3, 4]]
 
@@ -45,20 +46,10 @@ def test_the_match_is_its_twins(words):
         texts = [text + row[:3] for text, row in zip(texts, more.tolist(), strict=True)]
 
 
-def random_tree(generator: torch.Generator, nodes: int, words: int) -> Tree:
-    """Children of a node differ."""
-    tokens, parents = [int(torch.randint(words, (), generator=generator))], [0]
-    while len(tokens) < nodes:
-        parent, token = (int(torch.randint(high, (), generator=generator)) for high in (len(tokens), words))
-        if (parent, token) not in list(zip(parents, tokens, strict=True))[1:]:
-            tokens, parents = [*tokens, token], [*parents, parent]
-    return Tree(torch.tensor([tokens]), torch.tensor([parents]), torch.zeros(1, nodes))
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_tree_with_a_path_accepts_what_the_longer_of_the_two_does(seed):
     generator = torch.Generator().manual_seed(seed)
-    tree = random_tree(generator, 12, 3)
+    tree = Tree(*torch.tensor(random_tree(seed, 12, 3))[:, None], torch.zeros(1, 12))
     path = torch.randint(3, (1, 6), generator=generator) if seed % 4 else torch.full((1, 6), -1)
     text = torch.randint(3, (13,), generator=generator)  # what the target says, by depth
     joined, depth = join(tree, path), 12

@@ -1,9 +1,12 @@
-"""Trees, batched, against walks over lists; the drawing is the expected value."""
+"""Trees and their judging, batched, against walks over lists; the drawing is the expected value."""
+
+import random
 
 import pytest
 import torch
 
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
+from poss_lightning.decoding.verification import judge
 from tests.support import naive
 from tests.support.trees import random_tree
 
@@ -53,3 +56,23 @@ def path_words(tree: Tree, row: int, node: int) -> tuple[int, ...]:
         words.append(int(tree.tokens[row, node]))
         node = int(tree.parents[row, node])
     return (*reversed(words), int(tree.tokens[row, 0]))
+
+
+@pytest.mark.parametrize("batch", range(5))
+def test_all_nodes_at_once_is_the_walk_over_lists(batch):
+    """Many a node has its parent's choice among its children, so that paths are long."""
+    trees, chance = [random_tree(8 * batch + row) for row in range(8)], random.Random(batch)
+    choices = [[chance.randrange(6) for _ in tokens] for tokens, _ in trees]
+    for (tokens, parents), choice in zip(trees, choices, strict=True):
+        for node in range(1, 14):
+            if chance.random() < 0.5:
+                choice[parents[node]] = tokens[node]
+    tree = Tree(torch.tensor([t for t, _ in trees]), torch.tensor([p for _, p in trees]), torch.zeros(8, 14))
+    verdict = judge(tree, ancestor_mask(tree.parents, 13), torch.tensor(choices), 13)
+    for row, (tokens, parents) in enumerate(trees):
+        path, emitted = naive.judge(tokens, parents, choices[row])
+        count = int(verdict.accepted[row])
+        assert count == len(path) - 1
+        assert verdict.path[row].tolist() == path + [path[-1]] * (13 - count)
+        assert verdict.tokens[row].tolist() == emitted + [emitted[-1]] * (13 - count)
+    assert verdict.accepted.max() > 1

@@ -14,6 +14,7 @@ from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.training.export import export
 from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.unrolling import LLAMA3
 
 
 @pytest.mark.parametrize(
@@ -318,10 +319,15 @@ def test_a_start_with_a_norm_that_this_draft_has_not_is_refused(deep, switch):
         plain.start_from(normed)
 
 
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind):
-    single, many = tiny_draft(deep, [6], kind=kind, rope_theta=50.0), tiny_draft(deep, [1, 2, 3], 1, kind=kind)
+VARIANT = {"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}
+
+
+@pytest.mark.parametrize(("kind", "variant"), [("eagle2", {}), ("eagle3", {}), ("eagle3", VARIANT)])
+def test_a_single_layer_copied_into_specialists_drafts_the_same(deep, kind, variant):
+    single = tiny_draft(deep, [6], kind=kind, rope_theta=50.0, **variant)
+    many = tiny_draft(deep, [1, 2, 3], 1, kind=kind)
     many.start_from(single)
+    assert {name: getattr(many.config, name) for name in variant} == variant
     embedded, read = torch.randn(2, 9, 32), torch.randn(2, 9, 96 if kind == "eagle3" else 32)
     for a, b in zip(single(embedded, read, 6), many(embedded, read, 6), strict=True):
         torch.testing.assert_close(a, b)

@@ -1,13 +1,13 @@
 """The target answers given prompts: turn by turn, as it would alone, killed and resumed."""
 
-import json
-
 import pytest
 
 from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop
+from tests.support.inputs import write_suite
+from tests.support.stores import dies_after
 from tests.support.tiny import tiny_target
 
 TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
@@ -22,9 +22,7 @@ def target(monkeypatch):
 
 @pytest.fixture
 def suite(tmp_path):
-    lines = [json.dumps({"question_id": i, "turns": turns}) + "\n" for i, turns in enumerate(TURNS)]
-    (tmp_path / "odd.jsonl").write_text("".join(lines))
-    return str(tmp_path / "odd.jsonl")
+    return write_suite(tmp_path / "odd.jsonl", *TURNS)
 
 
 def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
@@ -41,8 +39,7 @@ def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
 
 def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch):
     words = [3, 40, 5, 41, 4]
-    lines = [json.dumps({"question_id": i, "turns": ["why " * count]}) + "\n" for i, count in enumerate(words)]
-    (tmp_path / "odd.jsonl").write_text("".join(lines))
+    suite = write_suite(tmp_path / "odd.jsonl", *(["why " * count] for count in words))
     batches, plain = [], PlainLoop.generate
 
     def spied(loop, prompts, *arguments):
@@ -50,25 +47,16 @@ def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch)
         return plain(loop, prompts, *arguments)
 
     monkeypatch.setattr(PlainLoop, "generate", spied)
-    synthesize(str(tmp_path / "out.jsonl"), prompts=[str(tmp_path / "odd.jsonl")], answer_tokens=1, batch_size=2)
+    synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=1, batch_size=2)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     lengths = [length for batch in batches for length in batch]
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, monkeypatch, suite):
+def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, suite):
     options = {"prompts": [suite], "answer_tokens": 12, "batch_size": 2, "dtype": "float32"}
     synthesize(str(tmp_path / "whole.jsonl"), **options)
-    calls, plain = [], PlainLoop.generate
-
-    def dies(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return plain(*arguments)
-
-    monkeypatch.setattr(PlainLoop, "generate", dies)
-    with pytest.raises(KeyboardInterrupt):
+    with dies_after(PlainLoop, "generate", 2):
         synthesize(str(tmp_path / "killed.jsonl"), **options)
     assert not (tmp_path / "killed.jsonl").exists()
     with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun .* \(answer_tokens 12, now 9\)"):
@@ -87,10 +75,8 @@ def test_all_rows_of_a_data_set_are_asked(tmp_path, monkeypatch):
     assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]
 
 
-def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys, suite):
-    with open(suite, "a") as file:
-        file.write(json.dumps({"question_id": "long", "turns": ["x " * 600]}) + "\n")
-    options = {"prompts": [suite], "dtype": "float32"}
+def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys):
+    options = {"prompts": [write_suite(tmp_path / "odd.jsonl", *TURNS, ["x " * 600])], "dtype": "float32"}
     synthesize(str(tmp_path / "out.jsonl"), answer_tokens=12, **options)
     assert "1 of 6 questions are left out" in capsys.readouterr().out
     assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5

@@ -13,6 +13,8 @@ from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.suites import Question
+from tests.support.inputs import write_suite
+from tests.support.stores import dies_after
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 
@@ -71,12 +73,6 @@ def untimed(folder: Path) -> list[dict]:
     """The lines of a folder without what differs between runs."""
     lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
-def suite(folder: Path, *turns: list[str]) -> list[str]:
-    path = folder / "made.jsonl"
-    path.write_text("".join(json.dumps({"question_id": i, "turns": texts}) + "\n" for i, texts in enumerate(turns)))
-    return [str(path)]
 
 
 # --- what is written ---
@@ -139,17 +135,8 @@ def test_run_json_says_what_was_run_where_and_with_what(whole, target):
 
 
 @pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
-def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, monkeypatch, answers, questions):
-    decode, calls = module.Speculative.decode, []
-
-    def dying(self, *args, **options):
-        calls.append(args)
-        if len(calls) > answers:
-            raise KeyboardInterrupt
-        return decode(self, *args, **options)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module.Speculative, "decode", dying)
+def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, answers, questions):
+    with dies_after(module.Speculative, "decode", answers):
         run(tmp_path)
     receipts = [json.loads(path.read_text()) for path in sorted((tmp_path / "unfinished").glob("question-*.json"))]
     begun = "".join(f"{line}\n" for receipt in receipts for line in receipt["records"])
@@ -204,31 +191,22 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
 )
 def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
     if "suites" in change:
-        change = {"suites": suite(tmp_path, ["Hi"], ["word " * 600])}
+        change = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])]}
     with pytest.raises((ValueError, OSError), match=words):
         run(tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_not(run, tmp_path, caplog):
-    run(tmp_path / "out", suites=suite(tmp_path, ["Hi"], ["Hi", "word " * 600], ["Ho"]))
+    run(tmp_path / "out", suites=[write_suite(tmp_path / "made.jsonl", ["Hi"], ["Hi", "word " * 600], ["Ho"])])
     assert "question 1 of made ends before turn 1" in caplog.text
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
 def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_path, monkeypatch):
     """Seconds of two machines do not meet in one file."""
-    options = {"suites": suite(tmp_path, ["Hi"], ["Ho"])}
-    decode_question, calls = Run._decode_question, []
-
-    def dying(self, question, *args):
-        calls.append(question)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return decode_question(self, question, *args)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Run, "_decode_question", dying)
+    options = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["Ho"])]}
+    with dies_after(Run, "_decode_question", 1):
         run(tmp_path / "out", **options)
     with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
         run(tmp_path / "out", **options, repeats=1)
@@ -252,7 +230,7 @@ def test_a_run_json_alone_may_be_of_anything_and_is_not_replaced(run, tmp_path):
 def test_gzipped_records_are_not_replaced(run, tmp_path):
     (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(b"{}"))
     with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
-        run(tmp_path, suites=suite(tmp_path, ["Hi"]))
+        run(tmp_path, suites=[write_suite(tmp_path / "made.jsonl", ["Hi"])])
     assert not (tmp_path / "run.json").exists()
 
 

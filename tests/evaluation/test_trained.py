@@ -124,16 +124,6 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     assert Specialists.from_pretrained("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
 
 
-def test_a_validation_on_other_held_out_texts_warns(trained):
-    folder, data = trained
-    module = SpecialistTraining(str(data.source.folders[0]), [2])
-    trainer = lightning.Trainer(enable_checkpointing=False, **QUIET)
-    others = FeatureData(str(data.source.folders[0]), validation=0.3, split_seed=7)
-    seen = sum(i in data.train for i in others.held_out)
-    with pytest.warns(UserWarning, match=f"was trained on {seen} of these {len(others.held_out)} conversations"):
-        trainer.validate(module, others, ckpt_path=str(folder / "last.ckpt"), verbose=False, weights_only=True)
-
-
 @pytest.mark.parametrize(
     ("model", "trainer", "words"),
     [

@@ -28,12 +28,6 @@ def ids(data: FeatureData) -> list[list[list[str]]]:
     return [[batch.ids for batch in loader] for loader in (data.train_dataloader(), data.val_dataloader())]
 
 
-def test_every_conversation_is_on_one_side_once(finished):
-    data = make_data(finished)
-    train, held = ([name for batch in batches for name in batch] for batches in ids(data))
-    assert sorted(train + held) == sorted(data.source.ids) and train and held
-
-
 def test_a_seed_shuffles_the_training_and_not_the_validation(finished):
     """With another seed, the first validation batches would be other conversations, and their scores incomparable."""
     (train, held), (other_train, other_held) = (ids(make_data(finished, seed=seed)) for seed in (0, 1))
@@ -63,14 +57,6 @@ def test_noise_is_for_training_and_new_in_every_epoch(finished):
     assert drawn.any() and drawn.equal(noise())
     assert not drawn.equal(noise(epoch=1)) and not drawn.equal(noise(seed=1))
     assert not noise(training=False).any() and not noise(noise=0.0).any()
-
-
-def test_one_tensor_on_the_host_is_one_on_the_device(finished):
-    data = make_data(finished)
-    batch = next(iter(data.train_dataloader()))
-    assert batch.draft_input is batch.features
-    moved = data.transfer_batch_to_device(batch, torch.device("meta"), 0)
-    assert moved.draft_input is moved.features and moved.features.device.type == moved.tokens.device.type == "meta"
 
 
 def test_arguments_are_of_a_store_or_of_a_corpus(finished):

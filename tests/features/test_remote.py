@@ -11,7 +11,7 @@ from poss_lightning.features import remote
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from tests.support.command import run_in
-from tests.support.stores import contents
+from tests.support.stores import contents, dies_after
 
 ADDRESS, MANIFEST = "memory://bucket/store", "/bucket/store/manifest.json"
 
@@ -52,17 +52,8 @@ def test_a_store_is_copied_once_and_again_when_it_changes(bucket, copied):
     assert FeatureStore(ADDRESS).folders != first and len(copied) == 2 * files
 
 
-def test_a_killed_copy_resumes_with_the_missing_file(finished, bucket, copied, monkeypatch):
-    replace, done = remote.atomic, []
-
-    def dying(path):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(path)
-        return replace(path)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(remote, "atomic", dying)
+def test_a_killed_copy_resumes_with_the_missing_file(finished, bucket, copied):
+    with dies_after(remote, "atomic", 2):
         FeatureStore(ADDRESS)
     store = FeatureStore(ADDRESS)
     assert len(copied) == len(set(copied)) > 2 and contents(store.folders[0]) == contents(finished)

@@ -4,14 +4,13 @@ import multiprocessing
 import os
 import signal
 
-import lightning
 import numpy as np
 import pytest
 import torch
 
 from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import Batch, Loader, add_noise, collate, counted_passes
+from poss_lightning.features.stream import Loader, add_noise, collate, counted_passes
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
 SPANS = [np.array([[1, length]]) for length in LENGTHS]
@@ -267,34 +266,3 @@ def test_a_loading_process_outlives_a_signal_to_the_whole_job(number):
     assert len(list(batches)) == len(made) - 1
     worker.join(10)
     assert worker.exitcode == 0
-
-
-class Watcher(lightning.LightningModule):
-    """Records the samples of every epoch."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-        self.epochs: list[list[list[str]]] = []
-
-    def on_train_epoch_start(self) -> None:
-        self.epochs.append([])
-
-    def training_step(self, batch: Batch) -> torch.Tensor:
-        self.epochs[-1].append(batch.ids)
-        return self.weight.sum()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_lightning_shows_every_sample_once_per_epoch_in_a_new_order(tmp_path, workers):
-    loader = Loader(Numbers(), schedule(batch_tokens=500), workers)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    watcher = Watcher()
-    options = {"accelerator": "cpu", "max_epochs": 3, "default_root_dir": tmp_path, "enable_checkpointing": False}
-    lightning.Trainer(**options, **quiet).fit(watcher, loader)
-    orders = [list(map(str, shown(schedule(epoch, batch_tokens=500)))) for epoch in range(3)]
-    assert [[i for batch in batches for i in batch] for batches in watcher.epochs] == orders
-    assert orders[0] != orders[1] != orders[2] and {*map(len, map(set, orders))} == {300}

@@ -1,7 +1,5 @@
 """An unfinished store: killed and resumed, shared by ranks, and always the bytes of one uninterrupted process."""
 
-import json
-import os
 import re
 import shutil
 import time
@@ -13,8 +11,8 @@ import torch
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.extract import extract
-from poss_lightning.features import manifest, shards, writing
-from poss_lightning.features.manifest import StoreError, verify_files
+from poss_lightning.features import manifest, writing
+from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.shards import write_shard
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import UNFINISHED, write_store
@@ -22,21 +20,19 @@ from poss_lightning.files import MARK, sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
-from tests.support.processes import SECONDS, fork
-from tests.support.stores import ROLES, SIZES, WORDS, contents, dies_after, dies_at, make_conversations
+from tests.support.stores import SIZES, contents, dies_after, dies_at, make_conversations
 from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
 
 
-def kill(monkeypatch, folder: Path, target: Target, forwards: int = 4) -> None:
+def kill(folder: Path, target: Target, forwards: int = 4) -> None:
     """Begin a store, and die after some forwards of the target."""
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        dies_after(patch, target, forwards)
+    with dies_after(target, "text_layers", forwards):
         write_store(folder, target, make_conversations(), **SIZES)
 
 
 @pytest.mark.parametrize("forwards", [4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 7))])
 def test_a_killed_run_resumes_without_reading_again(finished, target, tmp_path, monkeypatch, forwards):
-    kill(monkeypatch, tmp_path, target, forwards)
+    kill(tmp_path, target, forwards)
     with pytest.raises(StoreError, match=r"not a finished feature store.*(with the same `poss extract`|writes one)\)"):
         FeatureStore(tmp_path)
     there, written, hashed = {path.name for path in tmp_path.glob("shard-*")}, [], []
@@ -49,9 +45,9 @@ def test_a_killed_run_resumes_without_reading_again(finished, target, tmp_path, 
     assert hashed == [*written, "ends.safetensors"] and contents(tmp_path) == contents(finished)
 
 
-def test_a_torn_shard_is_written_again_and_leftovers_are_removed(finished, target, tmp_path, monkeypatch):
+def test_a_torn_shard_is_written_again_and_leftovers_are_removed(finished, target, tmp_path):
     """A shard of another size than its receipt says; and what a machine that died was writing."""
-    kill(monkeypatch, tmp_path, target)
+    kill(tmp_path, target)
     (tmp_path / "shard-00000.arrow").write_bytes(b"cut")
     left = tmp_path / ".poss.another-machine.12345678.tmp"
     left.mkdir()
@@ -95,11 +91,11 @@ def other_template() -> Target:
         (tiny_target, 23, {}, "corpus"),
     ],
 )
-def test_stores_are_not_mixed(finished, target, tmp_path, monkeypatch, is_finished, make, conversations, sizes, word):
+def test_stores_are_not_mixed(finished, target, tmp_path, is_finished, make, conversations, sizes, word):
     folder, kind, words = finished, StoreError, "holds a different store"
     if not is_finished:
         folder, kind, words = tmp_path, ValueError, "begun with other settings"
-        kill(monkeypatch, folder, target)
+        kill(folder, target)
     before = contents(folder)
     with pytest.raises(kind, match=words) as error:
         write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
@@ -110,47 +106,20 @@ def test_stores_are_not_mixed(finished, target, tmp_path, monkeypatch, is_finish
 # --- ranks ---
 
 
-def stop_within_a_shard(half, environment: dict[str, str], *arguments, **options) -> None:
-    """Extract as a rank that stands still in the middle of its first shard."""
-    os.environ.update(environment)
-    read = shards.read_batch
-
-    def slow(*given):
-        if list(Path(arguments[1]).glob(".poss.*.tmp/shard-00001.arrow")):
-            half.set()
-            time.sleep(60)
-        return read(*given)
-
-    shards.read_batch = slow
-    extract(*arguments, **options)
-
-
-@pytest.mark.nightly
-def test_after_a_rank_dies_by_sigkill_the_others_continue(tiny_folder, tmp_path, monkeypatch, capsys):
-    """Rank 1 of 2 is killed in the middle of its first shard, while rank 0 writes all the others."""
-    corpus = tmp_path / "corpus.jsonl"
-    long = [" ".join(WORDS * 8) + f" {i}" for i in range(60)]
-    records = [{"messages": [{"role": role, "content": text} for role in ROLES]} for text in long]
-    corpus.write_text("".join(json.dumps(record) + "\n" for record in records))
-    killed, alone = tmp_path / "killed", tmp_path / "alone"
-    sizes = {"dtype": "float32", "batch_tokens": 2000, "shard_mb": 1}
-    ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    half, given = fork.Event(), (str(corpus), str(killed), tiny_folder)
-    process = fork.Process(target=stop_within_a_shard, args=(half, ranks, *given), kwargs=sizes, daemon=True)
-    process.start()
-    assert half.wait(SECONDS)
-    for name, value in (ranks | {"RANK": "0", "LOCAL_RANK": "0"}).items():
-        monkeypatch.setenv(name, value)
-    extract(*given, **sizes)
-    assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
-    process.kill()
-    process.join()
-    assert list(killed.glob(".poss.*.tmp/shard-00001.arrow")) and "manifest.json" not in contents(killed)
-    extract(*given, **sizes)
-    monkeypatch.undo()
-    extract(str(corpus), str(alone), tiny_folder, **sizes)
-    assert contents(killed) == contents(alone) and len(contents(alone)) > 4
-    verify_files(killed)
+def test_a_shard_of_a_rank_that_died_is_written_when_the_command_is_given_again(
+    finished, target, tmp_path, monkeypatch, capsys
+):
+    """A rank holds a shard while another writes all the others; the operating system frees what a dead one held."""
+    work = Work(tmp_path / UNFINISHED)
+    with work.exclusive():
+        other = work.part("shard-00001")
+    monkeypatch.setattr(writing.time, "sleep", lambda _: None)
+    with other:
+        write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
+        assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
+        assert "manifest.json" not in contents(tmp_path)
+    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
+    assert contents(tmp_path) == contents(finished)
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 9))])

@@ -230,17 +230,6 @@ def test_a_variants_file_drafts_as_its_definition_says(convert, deep, tmp_path, 
     agree(tmp_path / "theirs", Specialists.from_pretrained(tmp_path / "ours"), deep, config=said)
 
 
-def test_a_training_takes_a_variant_over_with_its_weights(deep):
-    variant = {"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3, "rope_theta": 50.0}
-    start, draft = tiny_draft(deep, [7], kind="eagle3", **variant), tiny_draft(deep, [2, 2, 3], 1, kind="eagle3")
-    draft.start_from(start)
-    tokens, read = torch.arange(9)[None] + 5, torch.randn(1, 9, 3 * D)
-    embedded = deep.embed_head.embed(tokens)
-    assert {name: getattr(draft.config, name) for name in variant} == variant
-    for ours, theirs in zip(draft(embedded, read, 7), start(embedded, read, 7), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("ids", "change"),
     [

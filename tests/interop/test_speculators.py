@@ -12,29 +12,14 @@ from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.interop.test_eagle3 import FUSED, KEY, SOME, agree, random_file
-from tests.support.layouts import INNER, VOCABULARY, D, put, read, same
+from tests.support.layouts import BOTH, put, read, same
 from tests.support.tiny import tiny_draft
 
 # What `Eagle3DraftModel.save_pretrained` of speculators 0.9.0 wrote for sizes like these, with transformers 5.19; LAYER
 # without some keys that nobody reads.
-LAYER = {
-    "attention_bias": False,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "hidden_size": D,
-    "intermediate_size": INNER,
-    "max_position_embeddings": 512,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 1,
-    "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": False,
-    "vocab_size": VOCABULARY,
-}
+LAYER = {key: value for key, value in BOTH.items() if key != "rope_scaling"}
+LAYER |= {"attention_bias": False, "mlp_bias": False, "pad_token_id": None}
+LAYER |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
 GREEDY, SAMPLED = ({"proposal_type": name, "speculative_tokens": n} for name, n in (("greedy", 2), ("sample", 3)))
 CONFIG = {
     "architectures": ["Eagle3DraftModel"],

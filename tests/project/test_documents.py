@@ -129,21 +129,6 @@ def test_the_test_files_that_documents_name_exist():
     assert not any(missing.values()), missing
 
 
-@pytest.mark.parametrize(
-    ("line", "error"),
-    [
-        ("poss extract a b --tarrget x", "--tarrget"),
-        ("poss fit --config conf/draft/gone.yaml …", "does not exist"),
-        ("make test ARG=1", "the Makefile does not have it"),
-    ],
-)
-def test_a_wrong_command_is_found_wherever_it_stands(line, error, desk):
-    desk("")
-    for text in (f"a\n```bash\n{line}\n```\n", f"a\n\n    {line}\n", f"`{line}`"):
-        (command,) = commands(everywhere(text))
-        assert error in (wrong(command) or "")
-
-
 # --- what a document shows as output is printed ---
 
 

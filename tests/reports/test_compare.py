@@ -192,7 +192,7 @@ def test_a_top_p_of_1_is_one_of_1_0(tmp_path):
     assert find([tmp_path / "a", tmp_path / "b"]).rows
 
 
-def test_a_different_top_p_or_tree_under_one_name_is_refused(tmp_path):
+def test_a_different_top_p_tree_or_target_is_refused(tmp_path):
     for seed, (name, top_p) in enumerate((("cut", 0.5), ("warm", 1.0))):
         write_records(tmp_path / name, make_records(seed=seed), {"config": {"temperature": 1.0, "top_p": top_p}})
     with pytest.raises(ValueError, match=r"cut was sampled with top_k 0 and top_p 0\.5, .*warm with top_k 0"):
@@ -201,6 +201,10 @@ def test_a_different_top_p_or_tree_under_one_name_is_refused(tmp_path):
         run = {"methods": {"eagle": {"depth": 6} | tree}, "config": {"temperature": float(name == "warm")}}
         (tmp_path / name / "run.json").write_text(json.dumps(run))
     with pytest.raises(ValueError, match=r"'eagle' of .*cut differs from that of .*warm \(tree fixed and auto\)"):
+        find(tmp_path)
+    for name in ("cut", "warm"):
+        (tmp_path / name / "run.json").write_text(json.dumps({"config": {"fingerprint": name}}))
+    with pytest.raises(ValueError, match=r"cut was measured on another target than .*warm \("):
         find(tmp_path)
 
 

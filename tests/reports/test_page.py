@@ -152,12 +152,7 @@ def test_methods_are_defined_below_the_title(tmp_path):
     assert page.index("<th>τ</th>") < page.index("<th>speed-up</th>")
 
 
-def test_a_failure_leaves_the_old_page_and_no_other_file(tmp_path):
-    write_records(tmp_path / "run", make_records(prompts=1), {})
-    (tmp_path / "page.html").write_text("old")
-    with pytest.raises(ValueError, match="baseline is 'beam'"):
-        page_of(tmp_path, tmp_path / "run", baseline="beam")
-    assert (tmp_path / "page.html").read_text() == "old" and not list(tmp_path.glob(".page*"))
+def test_a_page_is_named_html(tmp_path):
     with pytest.raises(ValueError, match=r"README.md; its name must end in .html"):
         compare(str(tmp_path / "run"), html=str(tmp_path / "README.md"))
 

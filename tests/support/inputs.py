@@ -32,6 +32,12 @@ def write_inputs(folder: Path, target: Target, tiny_folder: str) -> None:
     _break(folder)
 
 
+def write_suite(path: Path, *turns: list[str]) -> str:
+    """Questions 0, 1, 2, … of these turns."""
+    path.write_text("".join(json.dumps({"question_id": i, "turns": each}) + "\n" for i, each in enumerate(turns)))
+    return str(path)
+
+
 def _break(folder: Path) -> None:
     other = tiny_target(1)
     tiny_draft(other, [1, 1]).save_pretrained(folder / "draft-of-another")

@@ -67,21 +67,9 @@ def read(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-BOTH = {
-    "model_type": "llama",
-    "num_hidden_layers": 1,
-    "hidden_size": D,
-    "intermediate_size": INNER,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 512,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-}
+ASKED = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "hidden_act")
+ASKED += ("num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings")
+BOTH = {key: CONFIG[key] for key in ASKED} | {"head_dim": 8, "max_position_embeddings": 512, "rope_scaling": None}
 
 
 class Code:

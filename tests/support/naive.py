@@ -7,28 +7,6 @@ import torch
 from torch import Tensor
 
 
-def visible_sets(k: int, slots: int) -> list[list[int | None]]:
-    """Row t, column s: which set z^m the key at slot s comes from for pass k's query at slot t; None is hidden."""
-    table = []
-    for t in range(slots):
-        row: list[int | None] = []
-        for s in range(slots):
-            if s > t:
-                row.append(None)
-            elif t - s <= k - 2:
-                row.append(k - 1 - (t - s))
-            else:
-                row.append(0)
-        table.append(row)
-    return table
-
-
-def draw_sets(k: int, rows: range, slots: int) -> str:
-    """The drawing of docs/METHOD.md, section 4."""
-    table = visible_sets(k, slots)
-    return "\n".join(" ".join("." if m is None else str(m) for m in table[t]) for t in rows)
-
-
 def attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """One query (H, d) over a list of keys and values (kv heads, d): (H, d)."""
     groups = query.shape[0] // keys[0].shape[0]
@@ -107,74 +85,37 @@ def fuse(draft, read: Tensor) -> Tensor:
     return draft.fc.weight @ (draft.scale * read)
 
 
-def eagle3(state: dict[str, Tensor], e: Tensor, h: Tensor, heads: int, eps: float) -> Tensor:
-    """EAGLE-3's layer over a text, by its published names, without positions: e and h (T, D) -> (T, D)."""
+def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
+    """p and q after one slot: (V,) each."""
 
-    def norm(name, x):
-        return state[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-    x = torch.cat([norm("input_layernorm", e), norm("hidden_norm", h)], dim=-1)  # (T, 2D)
-    q, k, v = (x @ state[f"self_attn.{name}_proj.weight"].T for name in "qkv")
-    q, k, v = (y.view(len(x), -1, q.shape[1] // heads) for y in (q, k, v))  # (T, heads, d)
-    seen = torch.stack([attention(q[t], list(k[: t + 1]), list(v[: t + 1])) for t in range(len(x))])  # (T, H, d)
-    h = h + seen.flatten(1) @ state["self_attn.o_proj.weight"].T
-    y = norm("post_attention_layernorm", h)
-    gated = torch.nn.functional.silu(y @ state["mlp.gate_proj.weight"].T) * (y @ state["mlp.up_proj.weight"].T)
-    return h + gated @ state["mlp.down_proj.weight"].T
-
-
-def pass_losses(
-    predictions, features, counts, head, w_feature, w_token, w_topk, topk=10, scale=1.0, cap=None, draft_head=None
-):
-    """The loss of docs/METHOD.md, section 5, slot by slot, with autograd through everything: K sums."""
-
-    def logits(feature):
-        plain = head.double() @ feature * scale
+    def logits(x):
+        plain = head.double() @ x * scale
         return plain if cap is None else cap * torch.tanh(plain / cap)
+
+    drafted = logits(prediction) if draft_head is None else draft_head.double() @ prediction
+    return logits(feature).softmax(-1), drafted.softmax(-1)
+
+
+def pass_losses(weights, predictions, features, counts, head, slot_weights=None, **between):
+    """The loss of docs/METHOD.md, section 5, slot by slot in float64, with autograd through everything: K sums."""
+
+    def value(guess, f):
+        p, q = _distributions(guess, f, head, **between)
+        top, distance = p.topk(min(10, len(p))).indices, (guess - f).abs()
+        terms = {
+            "feature": torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean(),
+            "token": -(p * q.log()).sum(),
+            "topk": -(p[top] * q[top].log()).sum(),
+            "acceptance": -torch.minimum(p, q).sum().log(),
+        }
+        return sum(weight * terms[name] for name, weight in weights.items())
 
     sums = []
     for k, prediction in enumerate(predictions, 1):
         total = torch.zeros((), dtype=torch.float64)
         for row, column in (counts >= k).nonzero().tolist():
-            f, guess = features[row, column].double(), prediction[row, column].double()
-            drafted = logits(guess) if draft_head is None else draft_head.double() @ guess
-            p, log_q = logits(f).softmax(-1), drafted.log_softmax(-1)
-            top = p.topk(topk).indices
-            distance = (guess - f).abs()
-            smooth = torch.where(distance < 1, 0.5 * distance**2, distance - 0.5).mean()
-            total = total + w_feature * smooth - w_token * (p * log_q).sum() - w_topk * (p[top] * log_q[top]).sum()
-        sums.append(total)
-    return torch.stack(sums)
-
-
-def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
-    """p and q after one slot: (V,) each."""
-
-    def logits(x):
-        plain = head @ x * scale
-        return plain if cap is None else cap * torch.tanh(plain / cap)
-
-    drafted = logits(prediction) if draft_head is None else draft_head @ prediction
-    return logits(feature).softmax(-1), drafted.softmax(-1)
-
-
-def term_sums(name, predictions, features, counts, head, slot_weights=None, **between):
-    """One term of the loss, slot by slot, with autograd through everything: K sums."""
-
-    def value(p, q):
-        top = p.topk(min(10, len(p))).indices
-        return {
-            "token": lambda: -(p * q.log()).sum(),
-            "topk": lambda: -(p[top] * q[top].log()).sum(),
-            "acceptance": lambda: -torch.minimum(p, q).sum().log(),
-        }[name]()
-
-    sums = []
-    for k, prediction in enumerate(predictions, 1):
-        total = torch.zeros((), dtype=head.dtype)
-        for row, column in (counts >= k).nonzero().tolist():
-            p, q = _distributions(prediction[row, column], features[row, column], head, **between)
-            total = total + value(p, q) * (1 if slot_weights is None else slot_weights[k - 1][row][column])
+            found = value(prediction[row, column].double(), features[row, column].double())
+            total = total + found * (1 if slot_weights is None else slot_weights[k - 1][row][column])
         sums.append(total)
     return torch.stack(sums)
 
@@ -194,23 +135,6 @@ def dpace(predictions, features, counts, head, **between):
         for k in range(len(reached) - 1):
             weights[k][row][start + k] = sum(reached[k + 1 :])
     return weights
-
-
-def probabilities(
-    logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> list[float]:
-    """What a token is drawn from: tokens are kept in order, the most likely first."""
-    weights = [math.exp(logit / temperature) for logit in logits]
-    order = sorted(range(len(weights)), key=lambda i: -weights[i])
-    order = order[:top_k] if top_k else order
-    whole, kept, mass = sum(weights[i] for i in order), [], 0.0
-    for i in order:
-        if mass >= top_p or weights[i] < min_p * max(weights):
-            break
-        kept.append(i)
-        mass += weights[i] / whole
-    total = sum(weights[i] for i in kept)
-    return [weights[i] / total if i in kept else 0.0 for i in range(len(weights))]
 
 
 def noise(seed: int, place: int, token: int) -> float:

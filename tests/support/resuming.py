@@ -1,7 +1,6 @@
 """Trainings that end early, and resume."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,17 +17,15 @@ class Killed(Exception):
 
 
 class Kill(lightning.Callback):
-    """Raises, or ends the process, after so many batches of the run, before the checkpoint of the last."""
+    """Raises after so many batches of the run, before the checkpoint of the last."""
 
-    def __init__(self, after: int | None = None, signal: int | None = None):
-        self.after, self.signal = after, signal
+    def __init__(self, after: int | None = None):
+        self.after = after
         self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
         if len(self.seen) == self.after:
-            if self.signal:
-                os.kill(os.getpid(), self.signal)
             with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
                 path.write_text(json.dumps(self.seen))
             raise Killed

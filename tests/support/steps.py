@@ -1,9 +1,14 @@
-"""Four steps of training by a plain loop without Lightning, every conversation alone; and how far apart weights are."""
+"""Four steps of training by a plain loop without Lightning, every conversation alone; how far apart weights are.
+
+And how large a tensor is made.
+"""
 
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from poss_lightning.draft.attention import Packing
 from poss_lightning.features.datamodule import FeatureData
@@ -54,10 +59,10 @@ def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **cha
 
 def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Tensor:
     if not draft.config.own_head:
-        return naive.pass_losses(predictions, features, counts, head, 1.0, 0.1, 1.0)
+        return naive.pass_losses({"feature": 1.0, "token": 0.1, "topk": 1.0}, predictions, features, counts, head)
     read = [draft.norm(one) for one in predictions]
     said = torch.isin(greedy, draft.vocabulary)
-    return naive.pass_losses(read, features, counts * said, head, 0.0, 1.0, 0.0, draft_head=draft.lm_head.weight)
+    return naive.pass_losses({"token": 1.0}, read, features, counts * said, head, draft_head=draft.lm_head.weight)
 
 
 def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
@@ -86,3 +91,17 @@ def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
 
 def weights(folder: Path) -> Weights:
     return load_file(folder / "weights.safetensors")
+
+
+class Largest(TorchDispatchMode):
+    """Numbers of the largest tensor that is made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, torch.Tensor)] for part in ((args, kwargs), out))
+        known = {x.untyped_storage().data_ptr() for x in given}  # a view of one makes no memory
+        new = (x.numel() for x in made if x.untyped_storage().data_ptr() not in known)
+        self.largest = max([self.largest, *new])
+        return out

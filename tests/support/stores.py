@@ -2,11 +2,15 @@
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from poss_lightning import files
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.target.model import Target
 
 ROLES = ("user", "assistant")
 SIZES = {"max_length": 60, "batch_tokens": 200, "shard_bytes": 25_000}
@@ -31,16 +35,19 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def dies_after(monkeypatch, target: Target, forwards: int) -> None:
-    read, calls = target.text_layers, []
+@contextmanager
+def dies_after(owner: Any, name: str, calls: int) -> Iterator[None]:
+    """Interrupt the block after so many calls of the function `name` of a module, a class or an object."""
+    plain, left = getattr(owner, name), iter(range(calls))
 
-    def dying(*given):
-        calls.append(given)
-        if len(calls) > forwards:
+    def dying(*given, **options):
+        if next(left, None) is None:
             raise KeyboardInterrupt
-        return read(*given)
+        return plain(*given, **options)
 
-    monkeypatch.setattr(target, "text_layers", dying)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, dying)
+        yield
 
 
 def dies_at(monkeypatch, name: str, when: str) -> None:

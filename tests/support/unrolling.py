@@ -59,10 +59,15 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     tokens, _, features = inputs(target, start + 1, draft=draft)
     drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
     drafter.start(1, 64)
+    for part in (slice(0, 7), slice(7, start + 1)):  # in two rounds; how slots arrive makes no difference
+        if part.start:
+            drafter.draft_tree(Fixed(depth, depth + 1))
+        drafter.append_context(
+            tokens[:, part], features[:, part], torch.tensor([part.stop - part.start], device=device)
+        )
+        drafter.slots.advance_host([part.stop - part.start])
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    drafter.append_context(tokens, features, torch.tensor([start + 1], device=device))
-    drafter.slots.advance_host([start + 1])
     chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, features.new_zeros(1, depth, features.shape[-1])], dim=1)
     passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)

@@ -154,14 +154,6 @@ def test_a_full_cache_says_so(target):
         target.tree_features(torch.tensor([[1, 2, 3, 4, 5]]), causal_ancestors(5, target.device), cache)
 
 
-def test_generation_batched_is_one_by_one_and_stops(target):
-    prompts, stops = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]], frozenset({1, 40, 41, 42, 43})
-    loop = PlainLoop(target)
-    together = loop.generate(prompts, 30, stops)
-    assert together == [loop.generate([prompt], 30, stops)[0] for prompt in prompts]
-    assert all(not stops & set(row[:-1]) for row in together)
-
-
 def test_the_fingerprint_tells_models_apart_not_names_or_dtypes():
     spec, other = tiny_target(0).spec, tiny_target(1).spec
     model = tiny_model(0).to(torch.bfloat16)

@@ -15,7 +15,8 @@ from lightning_utilities.core.imports import RequirementCache
 from poss_lightning.training.fit import fit_once
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.work import Work
-from tests.support.command import Poss, left, run_in, says
+from tests.support.command import left, says
+from tests.support.stores import contents
 
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
 ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
@@ -25,18 +26,8 @@ RESUME = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
 
 @pytest.fixture
-def poss(tmp_path, monkeypatch) -> Poss:
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run_in(tmp_path, *arguments)
-
-
-@pytest.fixture
 def small(store) -> tuple[object, ...]:
     return ("--data.store", store, "--data.validation", "0.2", "--model.allocation", "[2]")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in left(folder) if (folder / name).is_file()}
 
 
 def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, small, tmp_path):

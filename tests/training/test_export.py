@@ -1,4 +1,4 @@
-"""Export with a smaller vocabulary: the same weights, lossless decoding, coverage as counted by hand."""
+"""Export with a smaller vocabulary: the same weights, and coverage as counted by hand."""
 
 import json
 from collections import Counter
@@ -6,50 +6,20 @@ from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from poss_lightning import cli
-from poss_lightning.corpus.tokens import count_tokens, most_frequent
-from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.export import restrict_vocabulary
-from tests.support.decoders import tokens_of
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 
-def naive(answers: list[list[int]], vocabulary: int, size: int, always: set[int]) -> list[int] | None:
+def naive(answers: list[list[int]], vocabulary: int, size: int, always: set[int]) -> list[int]:
     """Sort tokens: first those that are always kept, then by how often they occur, then by id. Take `size`."""
-    if size == vocabulary:
-        return None  # nothing is left out
     counts = Counter(token for answer in answers for token in answer)
     return sorted(sorted(range(vocabulary), key=lambda token: (token not in always, -counts[token], token))[:size])
-
-
-def listed(vocabulary: Tensor | None) -> list[int] | None:
-    return None if vocabulary is None else vocabulary.tolist()
-
-
-# --- which tokens ---
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_most_frequent_is_the_naive_sort(seed):
-    """With many ties, and tokens that never occur."""
-    draw = np.random.default_rng(seed)
-    answers = [draw.integers(0, 20, draw.integers(0, 12)).tolist() for _ in range(4)]
-    counts = count_tokens(answers, 30)
-    assert counts.tolist() == [sum(answer.count(token) for answer in answers) for token in range(30)]
-    for size in range(2, 31):
-        for always in (set(), {29}, {3, 28}):
-            assert listed(most_frequent(counts, size, always)) == naive(answers, 30, size, always)
-
-
-# --- the draft ---
 
 
 @pytest.mark.parametrize("kept", [torch.arange(0, 320, 7), torch.arange(320)], ids=len)
@@ -67,40 +37,11 @@ def test_only_the_vocabulary_changes(target, tmp_path, kept):
     assert draft.vocabulary is None and all(value.equal(before[name]) for name, value in draft.named_parameters())
 
 
-def test_a_cut_can_be_undone(target, tmp_path):
-    draft = tiny_draft(target, [2, 2])
-    twice = restrict_vocabulary(
-        restrict_vocabulary(draft, torch.arange(50)), torch.arange(0, 320, 3)
-    )  # a cut draft may be cut again
-    for name, some in (("before", draft), ("after", restrict_vocabulary(twice, None))):
-        some.save_pretrained(tmp_path / name)
-    assert contents(tmp_path / "before") == contents(tmp_path / "after")
-
-
 def test_a_draft_can_start_from_a_cut_draft(target):
     draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [2, 2], seed=1)
     other.start_from(restrict_vocabulary(draft, torch.arange(50)))
     assert all(a.equal(b) for a, b in zip(draft.parameters(), other.parameters(), strict=True))
     assert other.vocabulary is None
-
-
-# --- decoding with it ---
-
-
-def decode(target, draft: Specialists) -> tuple[list[list[int]], list]:
-    """The answers, and all drafted trees."""
-    speculative, trees = Speculative(target, draft, 4, 20, 5), []
-    grow = speculative.drafter.draft_tree
-    speculative.drafter.draft_tree = lambda *arguments: trees.append(grow(*arguments)) or trees[-1]
-    return tokens_of(speculative), trees
-
-
-def test_a_cut_draft_is_lossless_and_drafts_nothing_else(target):
-    said, kept = tokens_of(Autoregressive(target)), torch.arange(1, 320, 4)
-    assert not set(chain(*said)) <= set(kept.tolist())  # else the law would say nothing
-    lossless, trees = decode(target, restrict_vocabulary(tiny_draft(target, [2, 2]), kept))
-    assert lossless == said
-    assert set(torch.cat([tree.tokens[:, 1:].flatten() for tree in trees]).tolist()) <= set(kept.tolist())
 
 
 # --- the command ---
@@ -131,7 +72,7 @@ def test_the_command_keeps_and_covers_the_tokens_of_a_hand_count(target, given, 
     answers = answers_of(target, make_conversations()[:limit])
     expected = naive(answers, 320, size, set(target.chat.stops))
     cut_to = Specialists.from_pretrained(tmp_path / "small")
-    assert listed(cut_to.vocabulary) == expected and cut_to.config.vocabulary_size == size
+    assert cut_to.vocabulary.tolist() == expected and cut_to.config.vocabulary_size == size
     written = list(chain(*answers))
     covered = sum(token in expected for token in written)
     line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens"
@@ -139,7 +80,9 @@ def test_the_command_keeps_and_covers_the_tokens_of_a_hand_count(target, given, 
 
 
 def test_the_command_restores_the_whole_vocabulary(given, tmp_path):
-    run(given, tmp_path / "small", 20)
+    """Also of a draft that was cut, and then otherwise."""
+    run(given, tmp_path / "smaller", 10)
+    run(given | {"draft": str(tmp_path / "smaller")}, tmp_path / "small", 20)
     cli.run("export", [str(tmp_path / "small"), str(tmp_path / "whole"), "--vocabulary_size", "320"])
     assert contents(tmp_path / "whole") == contents(tmp_path / "draft")
 
@@ -159,8 +102,6 @@ def test_a_vocabulary_that_does_not_fit_is_refused(target, given, tmp_path):
     tiny_draft(tiny_target(num_hidden_layers=4), [2], kind="eagle3").save_pretrained(tmp_path / "own")
     with pytest.raises(ValueError, match="own has a head of its own, whose vocabulary is chosen when it is trained"):
         run(given | {"draft": str(tmp_path / "own")}, tmp_path / "small", 20)
-    with pytest.raises(ValueError, match=r"vocabulary_size is 321; it must lie between 1, .* and the target's 320"):
-        run(given, tmp_path / "small", 321)
     with pytest.raises(ValueError, match="vocabulary_size is 20 of 320 tokens; give the --corpus that says which"):
         cli.run("export", [given["draft"], str(tmp_path / "small"), "--vocabulary_size", "20"])
     tiny_draft(tiny_target(1), [2]).save_pretrained(tmp_path / "other")

@@ -146,9 +146,3 @@ def test_a_subclass_keeps_its_own_hyperparameters(store, tmp_path):
     assert all(value.equal(module.state_dict()[name]) for name, value in loaded.state_dict().items())
     with pytest.raises(FileNotFoundError):
         Own.load_from_checkpoint(tmp_path / "gone.ckpt")
-
-
-@pytest.mark.parametrize("arguments", [{}, {"store": "a", "corpus": "b"}], ids=str)
-def test_the_data_name_their_arguments(arguments):
-    with pytest.raises(ValueError, match=r"^store is .* and corpus .*; give one of them$"):
-        FeatureData(**arguments)
