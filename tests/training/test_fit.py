@@ -102,7 +102,7 @@ def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, 
         ({"strategy": FSDPStrategy()}, r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"),
         ({"callbacks": [EMAWeightAveraging()]}, r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"),
     ],
-    ids=str,
+    ids=["FSDP", "EMA"],
 )
 def test_a_trainer_that_cannot_train_a_draft_is_refused(store, options, words):
     module = SpecialistTraining(store, [1])
