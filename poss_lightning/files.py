@@ -84,7 +84,7 @@ def _scratch_folder(parent: Path) -> Iterator[Path]:
         except OSError as error:
             with suppress(OSError):
                 folder.rmdir()
-            if not isinstance(error, FileNotFoundError):  # else another process removed it before the lock was held
+            if not isinstance(error, FileNotFoundError | FileExistsError):  # else another process has just removed it
                 raise
     with lock:
         try:

@@ -8,6 +8,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 
 from poss_lightning import files
@@ -58,6 +59,23 @@ def test_a_folder_removed_by_another_process_before_it_is_locked_is_made_again(t
     with atomic(tmp_path / "file") as path:
         path.write_text("complete")
     assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
+def test_a_folder_removed_by_another_process_while_it_is_locked_is_made_again(tmp_path, monkeypatch, error):
+    """A lock's mkdir fails in one of two ways, by when the folder goes."""
+    gone = [error("gone")]
+
+    class Lock(FileLock):
+        def acquire(self, *arguments, **options):
+            if gone:
+                raise gone.pop()
+            return super().acquire(*arguments, **options)
+
+    monkeypatch.setattr(files, "FileLock", Lock)
+    with atomic(tmp_path / "file") as path:
+        path.write_text("complete")
+    assert names(tmp_path) == ["file"] and not gone
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
