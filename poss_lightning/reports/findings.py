@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.records import (
@@ -165,7 +165,7 @@ def not_comparable(sources: Iterable[Source]) -> list[str]:
     for source in sources:
         run = source.run or {}
         options, is_timed = as_object(run.get("config")), any(record.seconds for record in source.records)
-        facts = source.inputs | {"dtype": options.get("dtype")}
+        facts: dict[str, Any] = {**source.inputs, "dtype": options.get("dtype")}
         if is_timed:
             facts |= {"max_new_tokens": options.get("max_new_tokens")}
             facts |= {name: run.get(name) for name in ("machine", "device")}
