@@ -38,9 +38,6 @@ def answer_questions(
         batch_size: conversations side by side.
         settings: everything else that the conversations depend on.
         strict: a question that the chat template refuses is an error; otherwise it is left out.
-
-    Raises:
-        ValueError: every answer is empty, or the context has no room for any.
     """
     asked, lengths = _first_prompts(target, questions, strict)
     # Each of a batch costs as much as the longest. The longest go first: what does not fit the memory fails at once.

@@ -190,20 +190,15 @@ class Run:
     seed: int = 0
 
     def decode(self, questions: list[Question], max_new_tokens: int, repeats: int) -> int:
-        """Decode every unfinished question `repeats` times, and write the files; return the number of records.
-
-        Raises:
-            ValueError: the folder holds gzipped records, or records of other settings or from a different machine; or
-                another process writes there.
-        """
+        """Decode every unfinished question `repeats` times, and write the files; return the number of records."""
         records, work = self.folder / NAMES[0], Work(self.folder / UNFINISHED)
         if (packed := self.folder / NAMES[1]).exists():
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to resume, or choose another folder")
         if records.exists():
-            return self._count_finished(records, work)
+            check_settings(self.folder, self.facts["config"], self.facts["methods"])
+            work.clear()  # the process that wrote them may have been killed before it did
+            return sum(1 for _ in records.open("rb"))
         with work.exclusive(wait=False):
-            if records.exists():  # another process has just written them
-                return self._count_finished(records, work)
             work.claim({**self.facts["config"], "methods": self.facts["methods"]})
             parts = [f"question-{place:05d}" for place in range(len(questions))]
             unfinished = [place for place, part in enumerate(parts) if work.receipt(part) is None]
@@ -220,12 +215,6 @@ class Run:
                 path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
             work.clear()
         return len(lines)
-
-    def _count_finished(self, records: Path, work: Work) -> int:
-        """How many records an earlier process has written with these settings."""
-        check_settings(self.folder, self.facts["config"], self.facts["methods"])
-        work.clear()  # that process may have been killed before it did
-        return sum(1 for _ in records.open("rb"))
 
     def _decode_question(self, question: Question, max_new_tokens: int, repeats: int, place: int) -> list[Record]:
         """All turns of the question with all methods."""

@@ -15,7 +15,7 @@ from poss_lightning.draft.folder import WEIGHTS, local_folder
 from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.cells import NOTE, PackedCell
 from poss_lightning.evaluation.provenance import origin
-from poss_lightning.evaluation.records import UNFINISHED, has_records
+from poss_lightning.evaluation.records import NAMES, UNFINISHED
 from poss_lightning.evaluation.suites import load_suites, local_files
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
@@ -104,8 +104,9 @@ class PlannedCell:
 
     @property
     def has_records(self) -> bool:
-        """Whether its measurement has written anything."""
-        return self.is_done or has_records(self.folder)
+        """Whether its measurement has written records, or, as long as it is unfinished, the first of them."""
+        written = (*NAMES, f"{UNFINISHED}/question-*.json")
+        return self.is_done or any(any(self.folder.glob(name)) for name in written)
 
     @property
     def has_outputs(self) -> bool:
@@ -124,11 +125,7 @@ class PlannedCell:
         return sorted(name for name in earlier | asked if earlier.get(name) != asked.get(name))
 
     def claim(self) -> None:
-        """Note what it is made from and which process makes it; processes that resume it are added.
-
-        Raises:
-            ValueError: an earlier process began with other inputs.
-        """
+        """Note what it is made from and by which process; ValueError if an earlier one began with other inputs."""
         note, inputs = self.note(), self.inputs()
         kept = (self._trained_on() if self.has_outputs else {}) | (self._measured_on() if self.has_records else {})
         if other := sorted(name for name, digest in note["inputs"].items() if kept.get(name, digest) != digest):

@@ -69,27 +69,19 @@ class PackedCell(NamedTuple):
     def last_scalars(self) -> dict[str, list[tuple[int, float]]]:
         """The last step and value of each scalar, by tag."""
         scalars = {}
-        try:
-            for step, folded in self.facts["scalars"].items():
-                for name, values in folded.items():
-                    by_tag = {name: values}
-                    if isinstance(values, list):
-                        by_tag = {f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if value is not None}
-                    scalars |= {tag: [(int(step), float(value))] for tag, value in by_tag.items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.folder}: scalars of {CELLS_FILE} are not values by step and tag ({error})"
-            ) from None
+        for step, folded in self.facts["scalars"].items():
+            for name, values in folded.items():
+                by_tag = {name: values}
+                if isinstance(values, list):
+                    by_tag = {f"{name}/depth_{k}": value for k, value in enumerate(values, 1) if value is not None}
+                scalars |= {tag: [(int(step), value)] for tag, value in by_tag.items()}
         return scalars
 
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
     """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths.
 
-    None where the path does not lie in an experiment.
-
-    Raises:
-        ValueError: a line that is not a cell; the message names file and line.
+    None where the path does not lie in an experiment. ValueError for a line that is not a cell.
     """
     path = Path(path)
     for experiment, below in ((path, ()), *_experiments_above(path), *_experiments_above(path.absolute())):
@@ -100,11 +92,7 @@ def packed_cells(path: str | Path) -> list[PackedCell]:
 
 
 def packed_rows(cells: Iterable[PackedCell]) -> dict[Path, list[Row]]:
-    """The fields of the records of packed cells by the cells' folders, in the order in which they were measured.
-
-    Raises:
-        ValueError: a records.parquet that is torn, or has no rows of a cell.
-    """
+    """The fields of the records of packed cells by the cells' folders, in the order in which they were measured."""
     by_folder: dict[Path, list[Row]] = {cell.folder: [] for cell in cells}
     for file in dict.fromkeys(folder.parents[2] / ROWS_FILE for folder in by_folder):
         for row in _read_rows(file):
@@ -140,8 +128,7 @@ def pack(experiment: Path, choice: str, seed: int, facts: dict[str, Any], rows: 
     with atomic(experiment / ROWS_FILE) as path:
         pq.write_table(pa.Table.from_pylist(columns, SCHEMA), path, **dense)
     lines = {cell.key: cell.facts for cell in _read_lines(experiment)}
-    folded = {"scalars": _fold(facts["scalars"])} if "scalars" in facts else {}
-    lines[choice, seed] = {"choice": choice, "seed": seed, **facts, **folded}
+    lines[choice, seed] = {"choice": choice, "seed": seed, **facts, "scalars": _fold(facts.get("scalars", {}))}
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines.values())
     with atomic(experiment / CELLS_FILE) as path:
         path.write_text(text, encoding="utf-8")
@@ -179,8 +166,6 @@ def _read_lines(experiment: Path) -> list[PackedCell]:
         try:
             facts = json.loads(line)
             choice, seed = facts["choice"], facts["seed"]
-            if not isinstance(run := facts.get("run", {}), dict):
-                raise TypeError(f"its run is a {type(run).__name__}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file}, line {number} is not a cell ({error!r})") from None
         cells.append(PackedCell(experiment / FOLDERS / choice / f"seed-{seed}", choice, seed, facts))
@@ -190,10 +175,7 @@ def _read_lines(experiment: Path) -> list[PackedCell]:
 def _read_rows(file: Path) -> list[Row]:
     if not file.is_file():
         return []
-    try:
-        rows = pq.read_table(file).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{file} cannot be read as Parquet ({error})") from error
+    rows = pq.read_table(file).to_pylist()
     for row in rows:
         row["id"], row["seconds"] = json.loads(row["id"]), dict(row["seconds"])
     return rows

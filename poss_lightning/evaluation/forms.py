@@ -1,5 +1,6 @@
 """What a record asks: the user's turns, and the messages before them, in any form that suites have."""
 
+import reprlib
 from itertools import groupby
 from typing import Any
 
@@ -12,7 +13,6 @@ from poss_lightning.target.template import Message
 _IDS = ("question_id", *readers.IDS)
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
-_SHOWN = 60  # letters of a wrong value shown in an error
 
 
 def read_question(record: dict, field: str | None = None) -> tuple[list[Message], list[str], dict[str, Any]]:
@@ -27,9 +27,6 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
             `conversations` (from, value; or texts of the user and the assistant in turn, also in `data`), `prompt` (a
             text, texts, or messages), `instruction` (and `input`), `question`.
         field: read this one instead, in any form that `prompt` may have.
-
-    Raises:
-        Malformed: there is no such field, or it has no question; or SPEED-Bench left the text out.
     """
     key, value = _find_field(record, field)
     readers.check_text(record)
@@ -41,12 +38,11 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
     else:
         opening, texts = [*opening, *readers.history_of(record)], [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
-        shown = repr(value)[:_SHOWN]
-        raise Malformed(f"`{key}` is {shown}; it must be a text, or a list of one or more texts")
+        raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of one or more texts")
     for turn, text in enumerate(texts, start=1):
         place = f"turn {turn} of `{key}`" if isinstance(value, list) else f"`{key}`"
         if not isinstance(text, str) or not text.strip():
-            raise Malformed(f"{place} is {repr(text)[:_SHOWN]}; it must be a text that is not blank")
+            raise Malformed(f"{place} is {reprlib.repr(text)}; it must be a text that is not blank")
         refuse_half_pairs(text, place)
     if any(WITHHELD in text for text in texts):
         raise Malformed(
@@ -70,15 +66,12 @@ def read_id(record: dict, number: int) -> int | str:
 
 def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
     """The field that has the question, and its value."""
-    if (value := record.get(field or "turns")) is not None and (value or field not in readers.CHATS):
+    if (value := record.get(field or "turns")) is not None:
         return field or "turns", value
     if not field:
         key, value = readers.chat_of(record)
-        prompt = record.get("prompt")
-        # More may stand beside a prompt that is a text; beside an instruction, the prompt is what was made of both.
-        is_text = isinstance(prompt, str) and prompt
-        if not key and prompt is not None and not record.get("instruction") and not is_text:
-            return "prompt", prompt
+        if not key and isinstance(record.get("prompt"), list) and not record.get("instruction"):
+            key, value = "prompt", record["prompt"]  # beside an instruction, it is made of that and the input
         key, value = (key, value) if key else readers.question_of(record)
         if key:
             return key, value

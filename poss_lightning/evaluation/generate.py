@@ -152,17 +152,12 @@ class Prompt(NamedTuple):
 
 def _check_options(options: dict[str, Any]) -> None:
     """Raise ValueError where options contradict each other."""
-    draft, show, chat, json = (options[name] for name in ("draft", "show", "chat", "json"))
-    if chat and json:
-        raise ValueError("chat and json are both true: a chat is read and json is one object, so choose one")
-    if show and json:
-        raise ValueError(f"show is {show} and json true: drawings are not JSON, so choose one")
+    if options["json"] and (options["chat"] or options["show"]):
+        raise ValueError("json prints one object and nothing else: leave out chat and show")
     defaults = {"show": None, "tree": None, "depth": None, "nodes": NODES, "tree_width": TREE_WIDTH}
     for name, default in defaults.items():
-        if (options[name] or default) != default and not draft:
+        if options[name] != default and not options["draft"]:
             raise ValueError(f"{name} is {options[name]}, but without --draft there is no tree")
-    if options["compare"] and not draft and not options["lookup"]:
-        raise ValueError("compare is true, but without --draft or --lookup decoding is plain already")
     _check_prompt(options["prompt"])
 
 

@@ -92,10 +92,6 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
     """Where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
 
     A row is downloaded when it is iterated to. Errors name `source`, as the user gave it.
-
-    Raises:
-        ConnectionError: the hub cannot be reached.
-        ValueError: no such data set, config, split or column; the message says what there is.
     """
     import datasets  # takes a second, and files do without it
 
@@ -113,18 +109,14 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
 
 
 def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
-    for number, row in enumerate(_rows(source, rows), 1):
-        try:
-            record = suite.make_record(row)
-        except KeyError as error:
-            raise ValueError(f"{source} row {number} has no {error}; it has {', '.join(row)}") from None
-        if record is not None:
-            yield number, without_nulls(record)
-
-
-def _rows(source: str, rows: Iterable[dict]) -> Iterator[dict]:
     with _explain_errors(source):
-        yield from rows
+        for number, row in enumerate(rows, 1):
+            try:
+                record = suite.make_record(row)
+            except KeyError as error:
+                raise ValueError(f"row {number} has no {error}; it has {', '.join(row)}") from None
+            if record is not None:
+                yield number, without_nulls(record)
 
 
 @contextmanager
@@ -144,4 +136,4 @@ def _explain_errors(source: str) -> Iterator[None]:
         if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # no answer
             hint = "`poss list` shows suites that need no network"
             raise ConnectionError(f"suite {source!r}: the hub cannot be reached ({fault}); {hint}") from error
-        raise ValueError(f"suite {source!r} cannot be read by datasets: {fault}") from error
+        raise ValueError(f"suite {source!r} cannot be read: {fault}") from error

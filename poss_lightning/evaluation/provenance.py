@@ -21,7 +21,6 @@ from poss_lightning.draft.folder import local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.records import NAMES, as_object
 from poss_lightning.files import atomic, public_name, read_json, without_secrets
-from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
@@ -103,13 +102,9 @@ def check_settings(folder: Path, config: dict, methods: dict) -> None:
             raise ValueError(f"{folder / there[0]} is there and {file} is not, which would say how it was made")
         return
     run = read_json(file)
-    config = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
-    known = as_object(run.get("config"))  # an older version may lack some options
-    earlier = {name: known.get(name, value) for name, value in config.items()}
-    if same_weights(str(earlier.get("fingerprint", "")), str(config.get("fingerprint", ""))):
-        earlier["fingerprint"] = config.get("fingerprint")
-    asked = {**config, "methods": methods}
-    if changed := differences({**earlier, "methods": run.get("methods", {})}, asked):
+    asked = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
+    earlier = {name: as_object(run.get("config")).get(name) for name in asked}
+    if changed := differences({**earlier, "methods": run.get("methods")}, {**asked, "methods": methods}):
         raise ValueError(
             f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
         )

@@ -26,13 +26,7 @@ from poss_lightning.target.fingerprints import same_weights
 NAMES = ("records.jsonl", "records.jsonl.gz")
 UNFINISHED = "unfinished"  # folder beside them while a command is running; see `work.py`
 RUN_FILES = (UNFINISHED, *NAMES, NOTE)  # one of them is in every folder that has, or will have, records
-OTHER_FILES = (
-    "run.json",
-    "rounds.jsonl",
-    "sweep.yaml",
-    CELLS_FILE,
-    ROWS_FILE,
-)  # files that are not records, beside or above some
+OTHER_FILES = ("run.json", "sweep.yaml", CELLS_FILE, ROWS_FILE)  # beside or above records
 # What determines the rounds of a method, in run.json, and its value where run.json does not say.
 DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
 PLAIN = "plain"  # the target alone, in our own loop
@@ -194,11 +188,6 @@ def as_object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def has_records(folder: Path) -> bool:
-    """Whether a command has written records into this folder, or, while it is running, the first of them."""
-    return any((folder / name).exists() for name in NAMES) or any((folder / UNFINISHED).glob("question-*.json"))
-
-
 def _methods(runs: Mapping[str, dict]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Folder, name and facts of every method."""
     for folder, run in runs.items():
@@ -267,15 +256,16 @@ def _unpacked(path: Path) -> list[Source]:
 
 def _find_files(path: Path) -> list[Path]:
     """The path itself, the records in it, or those below."""
-    if path.is_file() and path.name in OTHER_FILES:
+    if path.name in OTHER_FILES:
         raise ValueError(f"{path} lies beside records: give its folder, {path.parent}")
-    files = [path] if path.is_file() else [path / name for name in NAMES if (path / name).is_file()]
+    if path.is_file():
+        return [path]
+    files = [path / name for name in NAMES if (path / name).is_file()]
     files = files or sorted(file for name in NAMES for file in path.rglob(name))
     if not files and (path / UNFINISHED).is_dir():
         raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
     if not files:
-        file = path / NAMES[0] if path.is_dir() else path
-        raise FileNotFoundError(f"{file}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
+        raise FileNotFoundError(f"{path}: no such file; give a {NAMES[0]} or {NAMES[1]}, or a folder that holds one")
     return files
 
 
@@ -311,7 +301,5 @@ def _explain(error: ValidationError) -> str:
     first = errors[0]
     if first["type"] == "value_error":  # of `Record.__post_init__`
         return first["msg"].removeprefix("Value error, ")
-    field, *inner = first["loc"]  # of a union, pydantic names the type, too
-    places = [str(place) for place in inner if isinstance(place, int) or field == "seconds"]
-    words = first["msg"].replace("Input should be", "it must be")
-    return f"{'.'.join([str(field), *places])} is {reprlib.repr(first['input'])}; {words}"
+    places = [str(place) for place in first["loc"] if not str(place).startswith("constrained-")]  # a union's types
+    return f"{'.'.join(places)} is {reprlib.repr(first['input'])}; {first['msg'].replace('Input should', 'it must')}"

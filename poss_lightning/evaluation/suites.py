@@ -90,12 +90,6 @@ def load_suites(
         strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
             named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
         hub_limit: see `limit`; None for all.
-
-    Raises:
-        FileNotFoundError: a source is none of these.
-        ConnectionError: the hub cannot be reached.
-        ValueError: no source, a malformed record (the message names file, line and field), an unknown option, an empty
-            suite, two suites of one name, or two questions of one id.
     """
     sources = [sources] if isinstance(sources, str) else sources
     if sources is not None and not sources:
@@ -170,8 +164,6 @@ def _suite(
         try:
             questions.append(_question(name, number, row, field))
         except Malformed as error:
-            if strict:
-                raise ValueError(f"{place}: {error}") from error
             faults.append(f"{place}: {error}")
     report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
     if not questions:

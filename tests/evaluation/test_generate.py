@@ -114,16 +114,10 @@ def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
     assert "tree: auto gave up drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "words"),
-    [
-        ([5, 6], [5, 6], "2.00 × plain decoding (4.0 tokens/s), same tokens"),
-        ([5, 6], [5, 7], "different tokens from number 2, where two all but tied in bfloat16"),
-    ],
-)
-def test_the_comparison_says_where_tokens_differ(ours, theirs, words):
-    plain = Decoded(theirs, [], {"total": len(theirs) / 4})
-    assert words in module._comparison(Decoded(ours, [0], {"total": len(ours) / 8}), plain, "bfloat16")
+def test_the_comparison_says_where_tokens_differ():
+    ours, plain = Decoded([5, 6], [0], {"total": 0.25}), Decoded([5, 7], [], {"total": 0.5})
+    words = ", 2.00 × plain decoding (4.0 tokens/s), different tokens from number 2, where two all but tied in bfloat16"
+    assert module._comparison(ours, plain, "bfloat16").startswith(words)
 
 
 # --- one JSON object ---

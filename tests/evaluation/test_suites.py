@@ -57,6 +57,7 @@ FORMS = [
     ({"data": ["a", "x", "b", "y"]}, ["a", "b"]),
     ({"conversations": ["a", "x"]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
+    ({"history": [["a", "x"]], "instruction": "b", "output": "y"}, ["b"]),
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
 
@@ -68,15 +69,8 @@ def test_every_form_of_a_record(tmp_path, name):
     questions = read_suites([str(tmp_path / name)])
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
     openings = [question.opening for question in questions if question.opening]
-    assert openings == [chat(("system", "s"))] * 2
+    assert openings == [chat(("system", "s"))] * 2 + [chat(("user", "a"), ("assistant", "x"))]
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
-
-
-def test_earlier_turns_stand_before_the_question(tmp_path):
-    file = tmp_path / "suite.jsonl"
-    file.write_text(lines({"history": [["a", "x"]], "instruction": "b", "output": "y"}))
-    (question,) = read_suites([str(file)])
-    assert (question.opening, question.turns) == (chat(("user", "a"), ("assistant", "x")), ["b"])
 
 
 def test_a_named_field_counts_before_all(tmp_path):
@@ -269,7 +263,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     ("source", "words"),
     [
         ("hub:FOLDER?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
-        ("hub:FOLDER?config=nosuch", "cannot be read by datasets: .*nosuch.* Available"),
+        ("hub:FOLDER?config=nosuch", "cannot be read: .*nosuch.* Available"),
         ("hub:FOLDER?field=text", "talks.field=text row 1: has no `text`; it has question"),
         ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'id'; it has question$"),
     ],

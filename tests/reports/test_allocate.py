@@ -65,11 +65,7 @@ def test_a_training_of_specialists_is_refused(log, tmp_path):
         read_drift(folder)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [({}, "are not values by step and tag"), ({"run": []}, "line 1 is not a cell .*its run is a list")],
-)
-def test_an_incomplete_cell_is_named(tmp_path, line, words):
-    (tmp_path / "cells.jsonl").write_text(json.dumps({"choice": "a", "seed": 0, **line}) + "\n")
-    with pytest.raises(ValueError, match=words):
+def test_a_line_that_is_not_a_cell_is_named(tmp_path):
+    (tmp_path / "cells.jsonl").write_text("<<<<<<< HEAD\n")
+    with pytest.raises(ValueError, match="cells.jsonl, line 1 is not a cell"):
         read_drift(str(tmp_path))
