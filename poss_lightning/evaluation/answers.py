@@ -39,42 +39,41 @@ def answer_questions(
         settings: everything else that the conversations depend on.
         strict: a question that the chat template refuses is an error; otherwise it is left out.
     """
-    asked, lengths = _first_prompts(target, questions, strict)
+    lengths = _prompt_lengths(target, questions, strict)
     # Each of a batch costs as much as the longest. The longest go first: what does not fit the memory fails at once.
-    order = sorted(range(len(asked)), key=lambda place: lengths[place], reverse=True)
-    questions = [asked[place] for place in order]
-    with corpus.claim({**settings, "questions": digest(questions)}):
-        conversations, loop = [], PlainLoop(target)
-        with tqdm(total=len(questions), unit="conversation", desc="answer") as bar:
-            for number, start in enumerate(range(0, len(questions), batch_size)):
-                batch = questions[start : start + batch_size]
-                draws = seed * 1_000_003 + number
-                conversations += corpus.batch(number, partial(_answer_batch, loop, batch, *answer, draws))
+    order = sorted(lengths, key=lambda place: lengths[place], reverse=True)
+    with corpus.claim({**settings, "questions": digest([questions[place] for place in order])}):
+        written: dict[int, Messages] = {}
+        loop = PlainLoop(target)
+        with tqdm(total=len(order), unit="conversation", desc="answer") as bar:
+            for number, start in enumerate(range(0, len(order), batch_size)):
+                places = order[start : start + batch_size]
+                batch, draws = [questions[place] for place in places], seed * 1_000_003 + number
+                conversations = corpus.batch(number, partial(_answer_batch, loop, batch, *answer, draws))
+                written |= zip(places, conversations, strict=True)
                 bar.update(len(batch))
-        answered = sorted(zip(order, questions, conversations, strict=True), key=lambda one: one[0])
-        kept = [(question, messages) for _, question, messages in answered if messages]
+        kept = [_record(questions[place], written[place], target) for place in lengths if written[place]]
         why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
         if not kept:
             corpus.work.clear()
-            raise ValueError(f"all {len(questions)} questions are left out: {why}")
-        corpus.finish(_record(question, messages, target) for question, messages in kept)
-        if left_out := len(questions) - len(kept):
-            print(f"{corpus.out}: {left_out} of {len(questions)} questions are left out: {why}")
+            raise ValueError(f"all {len(order)} questions are left out: {why}")
+        corpus.finish(kept)
+        if left_out := len(order) - len(kept):
+            print(f"{corpus.out}: {left_out} of {len(order)} questions are left out: {why}")
 
 
-def _first_prompts(target: Target, questions: list[Question], strict: bool) -> tuple[list[Question], list[int]]:
-    """The questions that the chat template accepts, and the lengths of their first prompts."""
-    asked, lengths, refused = [], [], []
-    for question in questions:
+def _prompt_lengths(target: Target, questions: list[Question], strict: bool) -> dict[int, int]:
+    """The length of the first prompt of each question, by its place, without those that the template refuses."""
+    lengths, refused = {}, []
+    for place, question in enumerate(questions):
         try:
             prompt = question.first_prompt(target.chat)
             target.check_tokens(prompt, "its prompt")
-            lengths.append(len(prompt))
-            asked.append(question)
+            lengths[place] = len(prompt)
         except ValueError as error:
             refused.append(f"{question}: {error}")
     report_left_out("{} questions that the target cannot read", refused, len(questions), strict)
-    return asked, lengths
+    return lengths
 
 
 def _record(question: Question, messages: Messages, target: Target) -> dict[str, Any]:

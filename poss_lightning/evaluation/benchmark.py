@@ -160,8 +160,8 @@ def benchmark(
         "trainings": {method: describe_training(source) for method, source in sources.items()},
         "suites": {suite.name: suite.source for suite in loaded_suites},
     }
-    run = Run(Path(out), model, methods, facts, sampling=sampling, seed=seed)
-    count = run.decode(questions, max_new_tokens, repeats)
+    run = Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed)
+    count = run.decode(questions)
     print(f"{out}: {count} records of {len(methods)} methods")
 
 
@@ -186,11 +186,13 @@ class Run:
     target: Target
     methods: dict[str, Decoder]  # by name; one is `plain`
     facts: dict[str, Any]  # of run.json: `config`, `methods`, and anything else about the settings
+    max_new_tokens: int
+    repeats: int
     sampling: Sampling = GREEDY
     seed: int = 0
 
-    def decode(self, questions: list[Question], max_new_tokens: int, repeats: int) -> int:
-        """Decode every unfinished question `repeats` times, and write the files; return the number of records."""
+    def decode(self, questions: list[Question]) -> int:
+        """Decode every unfinished question, and write the files; return the number of records."""
         records, work = self.folder / NAMES[0], Work(self.folder / UNFINISHED)
         if (packed := self.folder / NAMES[1]).exists():
             raise ValueError(f"{packed} holds records: unpack it (gunzip) to resume, or choose another folder")
@@ -205,9 +207,9 @@ class Run:
             done = len(parts) - len(unfinished)
             if unfinished:
                 self._note_process(resumed=done > 0)
-                self._warm_up(questions[unfinished[0]], max_new_tokens)
+                self._warm_up(questions[unfinished[0]])
             for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
-                answers = self._decode_question(questions[place], max_new_tokens, repeats, place)
+                answers = self._decode_question(questions[place], place)
                 work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
             receipts: list[Any] = [work.receipt(part) for part in parts]
             lines = [line for receipt in receipts for line in receipt["records"]]
@@ -216,7 +218,7 @@ class Run:
             work.clear()
         return len(lines)
 
-    def _decode_question(self, question: Question, max_new_tokens: int, repeats: int, place: int) -> list[Record]:
+    def _decode_question(self, question: Question, place: int) -> list[Record]:
         """All turns of the question with all methods."""
         records, messages = [], list(question.opening)
         names = list(self.methods)
@@ -226,13 +228,13 @@ class Run:
             if turn and len(prompt) >= (context := self.target.spec.context):  # the first turn was checked
                 logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
                 break
-            for repeat in range(repeats):
+            for repeat in range(self.repeats):
                 first = (place + turn + repeat) % len(names)
                 seed = self._answer_seed(question, turn, repeat)
                 for name in names[first:] + names[:first]:
                     generator = torch.Generator().manual_seed(seed)
                     (decoded,) = self.methods[name].decode(
-                        [prompt], max_new_tokens, sampling=self.sampling, generator=generator
+                        [prompt], self.max_new_tokens, sampling=self.sampling, generator=generator
                     )
                     records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
             plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
@@ -270,11 +272,11 @@ class Run:
         place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 
-    def _warm_up(self, question: Question, max_new_tokens: int) -> None:
+    def _warm_up(self, question: Question) -> None:
         """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
         prompt = question.first_prompt(self.target.chat)
         for method in self.methods.values():
-            method.decode([prompt], min(max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
+            method.decode([prompt], min(self.max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
         if costs := {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}:
             write_run(self.folder, read_json(self.folder / "run.json") | {"costs": costs})

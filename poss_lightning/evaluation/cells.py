@@ -14,7 +14,7 @@ The path EXPERIMENT/cells/CHOICE/seed-N names a cell whether or not its folder i
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,15 +79,13 @@ class PackedCell(NamedTuple):
 
 
 def packed_cells(path: str | Path) -> list[PackedCell]:
-    """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths.
-
-    None where the path does not lie in an experiment. ValueError for a line that is not a cell.
-    """
-    path = Path(path)
-    for experiment, below in ((path, ()), *_experiments_above(path), *_experiments_above(path.absolute())):
-        if (experiment / CELLS_FILE).is_file():
-            cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
-            return [cell for cell in cells if cell.folder.parts[len(experiment.parts) + 1 :][: len(below)] == below]
+    """The finished cells of an experiment, of its cells/ or of folders below, in the order of their paths."""
+    for place in (Path(path), Path(path).absolute()):
+        for experiment in (place, *place.parents):
+            below = place.relative_to(experiment).parts
+            if below[:1] in ((), (FOLDERS,)) and (experiment / CELLS_FILE).is_file():
+                cells = sorted(_read_lines(experiment), key=lambda cell: cell.folder)
+                return [cell for cell in cells if cell.folder.is_relative_to(place)]
     return []
 
 
@@ -149,13 +147,6 @@ def _fold(scalars: dict[str, tuple[int, float]]) -> dict[int, dict[str, Any]]:
         else:
             at_step[name] = rounded
     return folded
-
-
-def _experiments_above(path: Path) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """The experiments that a path may lie in, each with what follows its cells/."""
-    for place, part in enumerate(path.parts):
-        if part == FOLDERS:
-            yield Path(*path.parts[:place]), path.parts[place + 1 :]
 
 
 def _read_lines(experiment: Path) -> list[PackedCell]:

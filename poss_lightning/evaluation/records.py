@@ -208,15 +208,14 @@ def check_drafts(runs: dict[str, dict[str, Any]]) -> None:
 
 def check_targets(runs: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError for runs of several targets; one without its target's fingerprint may be of any."""
-    configs = [(folder, as_object(run.get("config"))) for folder, run in runs.items()]
-    known = [(folder, config) for folder, config in configs if config.get("fingerprint")]
-    for folder, config in known:
+    fingerprints = {folder: as_object(run.get("config")).get("fingerprint") for folder, run in runs.items()}
+    known = [(folder, str(fingerprint)) for folder, fingerprint in fingerprints.items() if fingerprint]
+    for folder, fingerprint in known[1:]:
         first, earlier = known[0]
-        if not same_weights(str(config["fingerprint"]), str(earlier["fingerprint"])):
+        if not same_weights(earlier, fingerprint):
             raise ValueError(
-                f"{first} was measured on another target than {folder} ({earlier.get('target')}, fingerprint "
-                f"{earlier['fingerprint']}, and {config.get('target')}, fingerprint {config['fingerprint']}); methods "
-                "are compared on one target"
+                f"{first} was measured on another target than {folder} (fingerprints {earlier} and {fingerprint}); "
+                "methods are compared on one target"
             )
 
 

@@ -249,16 +249,16 @@ class FixedAnswer:
         return [Decoded(self.tokens, accepted, {"total": 0.1})]
 
 
-def fixed_run(target, folder: Path, *texts: str) -> tuple[Run, list[tuple[str, list[int]]]]:
+def fixed_run(target, folder: Path, *texts: str, repeats: int = 1) -> tuple[Run, list[tuple[str, list[int]]]]:
     asked: list[tuple[str, list[int]]] = []
     named = zip(METHODS, texts, strict=False)
     methods = {name: FixedAnswer(target.tokenizer(text).input_ids, asked, name) for name, text in named}
-    return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}), asked
+    return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}, 8, repeats), asked
 
 
 def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
     loop, asked = fixed_run(target, tmp_path, "plain words", "other words", "wrong words")
-    loop.decode([Question("s", 1, "", ["Hi", "And?"])], 8, repeats=1)
+    loop.decode([Question("s", 1, "", ["Hi", "And?"])])
     messages = [("user", "Hi"), ("assistant", "plain words"), ("user", "And?")]
     second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
     assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
@@ -268,15 +268,15 @@ def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
 def test_a_conversation_ends_after_an_answer_that_no_text_says(target, tmp_path, caplog):
     """Its special tokens would be missing, and what stands between them would be run together."""
     loop, asked = fixed_run(target, tmp_path, f"so {target.tokenizer.all_special_tokens[0]} it is", "b", "c")
-    loop.decode([Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])], 8, repeats=1)
+    loop.decode([Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])])
     assert len(asked) == 3 + 6 and [log.message for log in caplog.records] == [
         "question 1 of s ends after turn 0: its answer has special tokens, so no message can repeat it"
     ]
 
 
 def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
-    loop, asked = fixed_run(target, tmp_path, "a", "b", "c")
-    loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)], 8, repeats=2)
+    loop, asked = fixed_run(target, tmp_path, "a", "b", "c", repeats=2)
+    loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)])
     rounds = [tuple(name for name, _ in asked[start : start + 3]) for start in range(3, len(asked), 3)]
     assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
     assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question

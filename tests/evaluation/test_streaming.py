@@ -82,17 +82,12 @@ def test_time_is_linear(alike):
     assert sum(decoded) < 2 * WINDOW * len(tokens)
 
 
-@pytest.mark.parametrize("text", ["plain words", "é € \U0001f40e horse", "a\u2028\nb", "", "\ufffd x \ufffd"])
-def test_a_letter_split_over_tokens_belongs_to_its_last(target, text):
-    tokens = target.tokenizer(text).input_ids
-    pieces = pieces_of(target.chat.text, tokens)
-    assert "".join(pieces) == text and len(pieces) == len(tokens)
-    cut = pieces_of(target.chat.text, tokens[:-1])
-    assert "".join(cut) == target.chat.text(tokens[:-1])
-
-
-def test_a_broken_letter_is_a_piece_and_a_stop_token_is_none(target):
+def test_each_token_has_a_piece_also_of_half_letters_and_of_a_stop_token(target):
     byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
-    tokens = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
-    pieces = pieces_of(target.chat.text, tokens)
-    assert "".join(pieces) == target.chat.text(tokens) == "\ufffda\ufffdb" and pieces[-1] == ""
+    broken = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
+    pieces = pieces_of(target.chat.text, broken)
+    assert "".join(pieces) == target.chat.text(broken) == "\ufffda\ufffdb" and pieces[-1] == ""
+    whole = target.tokenizer("\u2028\né \ufffd €").input_ids
+    for tokens in (broken, whole, whole[:-1], []):
+        pieces = pieces_of(target.chat.text, tokens)
+        assert "".join(pieces) == target.chat.text(tokens) and len(pieces) == len(tokens)

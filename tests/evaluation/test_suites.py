@@ -121,7 +121,6 @@ def test_a_limit_looks_no_further(tmp_path):
             json.dumps({"turns": [f"{forms.WITHHELD}\n\nTell me."]}).encode(),
             r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
         ),
-        (b'{"question": "a", "images": ["b"]}', "it has 'images', and only text is read"),
         (b"\n", "has no questions"),
     ],
 )
