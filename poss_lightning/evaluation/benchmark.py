@@ -30,7 +30,7 @@ from poss_lightning.evaluation.provenance import (
 )
 from poss_lightning.evaluation.records import NAMES, PLAIN, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
 from poss_lightning.evaluation.streaming import pieces_of
-from poss_lightning.evaluation.suites import Question, digest, load_suites
+from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.ranges import (
     Count,
@@ -128,8 +128,7 @@ def benchmark(
     check_method_names(drafts)
     loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
     sampling = check_options_fit(config)
-    loaded_suites = load_suites(suites, limit)
-    questions = [question for suite in loaded_suites for question in suite.questions]
+    questions = read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     earlier = read_json(note).get("config", {}) if (note := Path(out, "run.json")).is_file() else {}
     model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})
@@ -158,7 +157,7 @@ def benchmark(
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest(questions)},
         "methods": {name: describe_method(method) for name, method in methods.items()},
         "trainings": {method: describe_training(source) for method, source in sources.items()},
-        "suites": {suite.name: suite.source for suite in loaded_suites},
+        "suites": {question.suite: question.source for question in questions},
     }
     run = Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed)
     count = run.decode(questions)

@@ -16,7 +16,7 @@ from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.cells import NOTE, PackedCell
 from poss_lightning.evaluation.provenance import origin
 from poss_lightning.evaluation.records import NAMES, UNFINISHED
-from poss_lightning.evaluation.suites import load_suites, local_files
+from poss_lightning.evaluation.suites import local_files, read_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
@@ -169,7 +169,7 @@ class PlannedCell:
             Fixed(depth, options["nodes"])
         if self.measure == "benchmark":
             benchmark.check_options_fit(options)
-            _load_suites_once(json.dumps(options["suites"]), options["limit"])
+            _read_suites_once(json.dumps(options["suites"]), options["limit"])
             return
         store = FeatureStore(options["store"])
         if draft and (difference := draft.target.difference(store.target)):
@@ -196,9 +196,9 @@ def _split(options: dict) -> Iterator[tuple[str, str | None, Any]]:
 
 
 @cache
-def _load_suites_once(suites: str, limit: int | None) -> None:
-    """Load the suites for the first of all trainings that ask the same questions: the hub may have to send them."""
-    load_suites(json.loads(suites), limit)
+def _read_suites_once(suites: str, limit: int | None) -> None:
+    """Read the suites for the first of all trainings that ask the same questions: the hub may have to send them."""
+    read_suites(json.loads(suites), limit)
 
 
 def _digests(files: dict[str, Path]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -30,6 +29,7 @@ class Question:
     turns: list[str]
     opening: list[Message] = field(default_factory=list)  # system messages before the first turn
     template: dict[str, Any] = field(default_factory=dict)  # given to the chat template besides, such as tools
+    source: str = field(default="", compare=False)  # of the suite: a file, or a data set with its commit
 
     def __str__(self) -> str:
         return f"question {self.id} of {self.suite}"
@@ -40,18 +40,9 @@ class Question:
 
 
 def digest(questions: list[Question]) -> str:
-    """16 hex digits of all that the questions say."""
-    said = json.dumps([asdict(question) for question in questions], default=str)
-    return hashlib.sha256(said.encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Questions that are measured together, and their source: a file, or a data set with its commit."""
-
-    name: str
-    source: str
-    questions: list[Question]
+    """16 hex digits of all that the questions say, wherever they are from."""
+    said = [{name: value for name, value in asdict(each).items() if name != "source"} for each in questions]
+    return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
 
 
 def own_suites() -> list[str]:
@@ -59,21 +50,14 @@ def own_suites() -> list[str]:
     return sorted(path.stem for path in OWN.glob("*.jsonl"))
 
 
-def read_suites(
-    sources: list[str] | str | None = None, limit: int | None = None, strict: bool = True, hub_limit: int | None = 80
-) -> list[Question]:
-    """Questions of several suites, in order; see `load_suites`."""
-    return [question for suite in load_suites(sources, limit, strict, hub_limit) for question in suite.questions]
-
-
 @check_numbers
-def load_suites(
+def read_suites(
     sources: list[str] | str | None = None,
     limit: Count | None = None,
     strict: bool = True,
     hub_limit: Count | None = 80,
-) -> list[Suite]:
-    """Suites in order, each named by its file or data set without the path.
+) -> list[Question]:
+    """Questions of several suites, in order; a suite is named by its file or data set without the path.
 
     Args:
         sources: one of these, or a list of them; None for all of the project's own suites.
@@ -92,17 +76,20 @@ def load_suites(
         hub_limit: see `limit`; None for all.
     """
     sources = [sources] if isinstance(sources, str) else sources
-    if sources is not None and not sources:
+    if sources == []:
         raise ValueError("suites is []; name at least one, or leave it out for the project's own")
-    suites = [suite for source in sources or own_suites() for suite in _load(source, limit, strict, hub_limit)]
-    for name, times in Counter(suite.name for suite in suites).items():
-        if times > 1:
-            named = ", ".join(suite.source for suite in suites if suite.name == name)
-            raise ValueError(f"{times} suites are named {name!r}; names must differ: {named}")
-    return suites
+    questions: list[Question] = []
+    for source in sources or own_suites():
+        for suite in _load(source, limit, strict, hub_limit):
+            if twin := next((question for question in questions if question.suite == suite[0].suite), None):
+                raise ValueError(
+                    f"two suites are named {twin.suite!r}; names must differ: {twin.source}, {suite[0].source}"
+                )
+            questions += suite
+    return questions
 
 
-def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Iterator[Suite]:
+def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Iterator[list[Question]]:
     if source.startswith(HUB):
         yield _from_hub(source, limit, strict, hub_limit)
         return
@@ -114,7 +101,7 @@ def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
-def _from_hub(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Suite:
+def _from_hub(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> list[Question]:
     name = source.removeprefix(HUB).partition("?")[0]
     if name in KNOWN:
         _, options = options_of(source, "repo", "config", "split", "revision")
@@ -157,12 +144,12 @@ def _suite(
     limit: int | None,
     field: str | None,
     strict: bool,
-) -> Suite:
-    """A suite made from rows: the place of each, for messages; its number; and its content."""
+) -> list[Question]:
+    """The questions of a suite made from rows: the place of each, for messages; its number; and its content."""
     questions, faults = [], []
     for place, number, row in islice(rows, limit):
         try:
-            questions.append(_question(name, number, row, field))
+            questions.append(_question(name, source, number, row, field))
         except Malformed as error:
             faults.append(f"{place}: {error}")
     report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
@@ -174,10 +161,10 @@ def _suite(
             if strict:
                 raise ValueError(f"suite {name} repeats question_id {question.id!r}; ids must differ")
             questions[place] = replace(question, id=id)
-    return Suite(name, source, questions)
+    return questions
 
 
-def _question(suite: str, number: int, row: object, field: str | None) -> Question:
+def _question(suite: str, source: str, number: int, row: object, field: str | None) -> Question:
     record = parse_line(row) if isinstance(row, bytes) else row
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
@@ -185,4 +172,4 @@ def _question(suite: str, number: int, row: object, field: str | None) -> Questi
     opening, turns, template = read_question(record, field)
     category = record.get("category")
     known = category if isinstance(category, str) else ""
-    return Question(suite, read_id(record, number), known, turns, opening, template)
+    return Question(suite, read_id(record, number), known, turns, opening, template, source)

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
-from poss_lightning.evaluation.suites import OWN, load_suites, local_files, own_suites, read_suites
+from poss_lightning.evaluation.suites import OWN, local_files, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -154,8 +154,8 @@ def test_only_files_of_the_user_are_digested_as_inputs(tmp_path):
 
 def test_two_suites_of_one_name_are_refused(tmp_path):
     (tmp_path / "chat.jsonl").write_text(lines({"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"2 suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
-        load_suites(["chat", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
+        read_suites(["chat", str(tmp_path)])
 
 
 # --- the hub ---
@@ -200,10 +200,9 @@ def test_the_six_of_the_papers(tmp_path, name):
     row, (id, category, turns) = COLUMNS[name]
     config, split = hub.SIX[name].config or "default", hub.SIX[name].split
     copy = data_set(tmp_path / "copy", [row], config, split)
-    [suite] = load_suites([f"hub:{name}?repo={copy}"])
-    [question] = suite.questions
+    [question] = read_suites([f"hub:{name}?repo={copy}"])
     assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
-    assert (suite.name, suite.source) == (name, f"{copy} {config} {split}")
+    assert question.source == f"{copy} {config} {split}"
 
 
 def test_each_known_data_set_is_pinned():
@@ -222,9 +221,9 @@ def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, 
 
     monkeypatch.setattr(datasets, "load_dataset_builder", reach)
     pinned = hub.SIX["gsm8k"].revision
-    assert load_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
-    assert load_suites(["hub:gsm8k?revision=abc"])[0].source == "openai/gsm8k@abc main test"
-    assert load_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy@newest main test"  # it has other commits
+    assert read_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
+    assert read_suites(["hub:gsm8k?revision=abc"])[0].source == "openai/gsm8k@abc main test"
+    assert read_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy@newest main test"  # it has other commits
     assert asked == [("openai/gsm8k", "main", pinned), ("openai/gsm8k", "main", "abc"), ("my/copy", "main", None)]
 
 
