@@ -9,8 +9,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-PATHS = ("metrics", "speculative_decoding"), ("meta_info",), ("spec_decode_acceptance",)  # to an answer's rounds
-MARKS = {"metadata", "choices"} | {path[0] for path in PATHS}  # an engine's object has one of these
+MARKS = {"metadata", "choices", "metrics", "meta_info", "spec_decode_acceptance"}  # an engine's object has one of these
 HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
 HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
@@ -32,47 +31,36 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
         return []
     found = []
     for number, (place, values) in enumerate(objects, 1):
-        for path in PATHS:
-            rounds: Any = values
-            for key in path:
-                rounds = rounds.get(key) if isinstance(rounds, dict) else None
-            if rounds and (accepted := _accepted(place, rounds)):
-                request = values["metadata"] if isinstance(values.get("metadata"), dict) else {}
-                found.append((place, _fields(request, accepted, number, file.stem)))
-                break
+        if accepted := _accepted(place, values):
+            request = values.get("metadata") or {}  # AIPerf's, as lines may stand in order of completion
+            total = 1 + sum(accepted) + len(accepted)
+            fields = {
+                "suite": "requests",
+                "id": request.get("session_num", number),
+                "turn": request.get("turn_index") or 0,
+                "method": f"{file.stem} (engine)",
+                "prompt_tokens": 0,
+                "new_tokens": total,
+                "accepted": accepted,
+                "tokens": [0] * total,
+            }
+            found.append((place, fields))
     if not found:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return found
 
 
-def _fields(request: dict[str, Any], accepted: list[int], number: int, name: str) -> dict[str, Any]:
-    """A record's fields; AIPerf says which request an answer is of, as lines may stand in order of completion."""
-    total = 1 + sum(accepted) + len(accepted)
-    return {
-        "suite": "requests",
-        "id": request.get("session_num", number),
-        "turn": request.get("turn_index") or 0,
-        "method": f"{name} (engine)",
-        "repeat": 0,
-        "seed": 0,
-        "prompt_tokens": 0,
-        "new_tokens": total,
-        "accepted": accepted,
-        "seconds": {},
-        "tokens": [0] * total,
-        "text": "",
-    }
-
-
-def _accepted(place: str, found: Any) -> list[int]:
-    """Accepted tokens per round; [] where nothing was drafted."""
+def _accepted(place: str, values: dict[str, Any]) -> list[int]:
+    """Accepted tokens per round of an answer; [] where nothing was drafted."""
     try:
-        rounds = found.get("per_step_accepted")
+        vllm = (values.get("metrics") or {}).get("speculative_decoding")
+        known = vllm or values.get("meta_info") or values.get("spec_decode_acceptance") or {}
+        rounds = known.get("per_step_accepted")
         if not rounds:
-            counts = next((found[name] for name in HISTOGRAMS if found.get(name)), [])
+            counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
             times = counts.items() if isinstance(counts, dict) else enumerate(counts)
             rounds = [accepted for accepted, count in times for _ in range(int(count))]
             random.Random(0).shuffle(rounds)
         return [int(accepted) for accepted in rounds]
     except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{place}: {reprlib.repr(found)} does not say what each round accepted: {HOW}") from None
+        raise ValueError(f"{place}: {reprlib.repr(values)} does not say what each round accepted: {HOW}") from None

@@ -39,7 +39,7 @@ Seconds = dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]]
 Paths = Iterable[str | Path] | str | Path
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One decoded answer.
 
@@ -69,14 +69,14 @@ class Record:
     id: Natural | Name
     turn: Natural
     method: Name
-    repeat: Natural
-    seed: Natural
+    repeat: Natural = 0
+    seed: Natural = 0
     prompt_tokens: Natural
     new_tokens: Annotated[int, Field(ge=1, strict=True)]
     accepted: list[Natural]
-    seconds: Seconds
+    seconds: Seconds = Field(default_factory=dict)
     tokens: list[Natural]
-    text: str
+    text: str = ""
     pieces: list[str] | None = None
     question: str | None = None
     category: str | None = None

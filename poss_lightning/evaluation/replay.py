@@ -282,12 +282,8 @@ def _record(method: str, name: str, turn: int, answer: Answer, accepted: list[in
         id=question if suite and question else name,
         turn=turn,
         method=method,
-        repeat=0,
-        seed=0,
         prompt_tokens=answer.start,
         new_tokens=len(tokens),
         accepted=accepted,
-        seconds={},
         tokens=tokens,
-        text="",
     )

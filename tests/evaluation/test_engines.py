@@ -69,12 +69,8 @@ SGLANG = {"text": "so", "meta_info": {"spec_verify_ct": 20, "completion_tokens":
         (PROMETHEUS, "line 1: not JSON .* --per-request-spec-decode-metrics detailed"),
         (lines([SGLANG]), "no answer says what each round accepted: .* --per-request-spec-decode-metrics"),
         (lines([{"choices": [], "usage": {}, "metrics": None}]), "no answer says .*AIPerf's .* --export-level records"),
-        (
-            lines([sglang([1]) | {"meta_info": {"spec_accept_histogram": "x"}}]),
-            "line 1: .*'x'.* does not say what",
-        ),
         (lines([{"spec_accept_length": 2.4}]), "lacks accepted, .* --per-request-spec-decode-metrics detailed"),
-        (lines([{"spec_decode_acceptance": [3, 2, 1]}]), r"line 1: \[3, 2, 1\] does not say what each round accepted"),
+        (lines([{"spec_decode_acceptance": [3, 2, 1]}]), "line 1: {.*3, 2, 1.*} does not say what each round accepted"),
         ("[1]", "is not a JSON object"),
     ],
 )
