@@ -20,6 +20,10 @@ class HubSuite:
     make_record: Callable[[dict], dict | None] = lambda row: row  # in a form of `forms.py`; None for no question
 
 
+def _record(question: str, category: str = "", question_id: str | None = None) -> dict:
+    return {"question_id": question_id, "category": category, "turns": [question]}
+
+
 def _sentence(question: str) -> str:
     """A question of Natural Questions with the capital and the question mark that it lacks."""
     return question[:1].upper() + question[1:].removesuffix("?") + "?"
@@ -37,42 +41,34 @@ SIX = {
         "openai/openai_humaneval",
         "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544",
         split="test",
-        make_record=lambda row: {
-            "question_id": row["task_id"],
-            "category": "code",
-            "turns": ["Complete the code I provided." + row["prompt"]],
-        },
+        make_record=lambda row: _record("Complete the code I provided." + row["prompt"], "code", row["task_id"]),
     ),
     "gsm8k": HubSuite(
         "openai/gsm8k",
         "740312add88f781978c0658806c59bc2815b9866",
         config="main",
         split="test",
-        make_record=lambda row: {"category": "math", "turns": [row["question"]]},
+        make_record=lambda row: _record(row["question"], "math"),
     ),
     "alpaca": HubSuite(
         "tatsu-lab/alpaca",
         "dce01c9b08f87459cf36a430d809084718273017",
         split="train",
         # the published file omits inputs, and many of its instructions ask about one
-        make_record=lambda row: None if row["input"] else {"turns": [row["instruction"]]},
+        make_record=lambda row: None if row["input"] else _record(row["instruction"]),
     ),
     "qa": HubSuite(
         "google-research-datasets/nq_open",
         "5dd9790a83002ad084ddeb7c420dc716852c6f28",
         split="validation",
-        make_record=lambda row: {"category": "qa", "turns": [_sentence(row["question"])]},
+        make_record=lambda row: _record(_sentence(row["question"]), "qa"),
     ),
     "sum": HubSuite(
         "abisee/cnn_dailymail",
         "96df5e686bee6baa90b8bee7c28b81fa3fa6223d",
         config="3.0.0",
         split="test",
-        make_record=lambda row: {
-            "question_id": row["id"],
-            "category": "summarization",
-            "turns": ["Summarize: " + row["article"]],
-        },
+        make_record=lambda row: _record("Summarize: " + row["article"], "summarization", row["id"]),
     ),
 }
 
@@ -99,11 +95,10 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
         builder = datasets.load_dataset_builder(suite.repo, suite.config, revision=suite.revision)
         splits = builder.as_streaming_dataset()
     assert isinstance(splits, dict)  # as no split was asked for
-    split = suite.split or next((name for name in ("test", "validation") if name in splits), None)
-    if split is None and len(splits) == 1:
-        [split] = splits
-    if split is None or split not in splits:
-        raise ValueError(f"suite {source!r} has no split {split or 'test'!r}: choose ?split= of {', '.join(splits)}")
+    usual = ("test", "validation", *(splits if len(splits) == 1 else ()))
+    split = suite.split or next((name for name in usual if name in splits), "test")
+    if split not in splits:
+        raise ValueError(f"suite {source!r} has no split {split!r}: choose ?split= of {', '.join(splits)}")
     commit = f"@{builder.hash}" if builder.repo_id else ""  # a folder's hash is of its path
     return f"{suite.repo}{commit} {builder.config.name} {split}", _records(source, suite, splits[split])
 

@@ -96,12 +96,9 @@ def write_run(folder: Path, facts: dict) -> None:
 
 def check_settings(folder: Path, config: dict, methods: dict) -> None:
     """Raise ValueError where the folder's run.json has other methods, or a different value of one of these settings."""
-    file = folder / "run.json"
-    if not file.exists():
-        if there := [name for name in NAMES if (folder / name).exists()]:
-            raise ValueError(f"{folder / there[0]} is there and {file} is not, which would say how it was made")
+    if not any((folder / name).exists() for name in ("run.json", *NAMES)):
         return
-    run = read_json(file)
+    run = read_json(folder / "run.json")  # without it nobody knows how records were made
     asked = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
     earlier = {name: as_object(run.get("config")).get(name) for name in asked}
     if changed := differences({**earlier, "methods": run.get("methods")}, {**asked, "methods": methods}):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter, count_candidates
+from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
@@ -97,7 +97,7 @@ def replay(
         raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
-    methods = {name: _describe(draft, depth, nodes, tree_width) for name, draft in loaded.items()}
+    methods = {name: _describe(draft, embed_head, depth, nodes, tree_width) for name, draft in loaded.items()}
     settings = {name: config[name] for name in ("store", "dtype", "fingerprint")}
     check_settings(folder, settings, methods)
     work = Work(folder / UNFINISHED)
@@ -159,18 +159,14 @@ def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead
     return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 
 
-def _describe(draft: Specialists, depth: int | None, nodes: int, tree_width: int) -> dict[str, Any]:
+def _describe(
+    draft: Specialists, embed_head: EmbedHead, depth: int | None, nodes: int, tree_width: int
+) -> dict[str, Any]:
     """The facts of run.json about a draft; raises ValueError where such a tree is impossible."""
-    depth = sum(draft.config.allocation) if depth is None else depth
-    draft.config.check_depth(depth)
-    Fixed(depth, nodes)
-    width = min(tree_width, draft.config.vocabulary_size or draft.config.target.vocab_size)
-    return {
-        "depth": depth,
-        "nodes": min(nodes, count_candidates(depth, width)),
-        "tree_width": width,
-        **describe_draft(draft),
-    }
+    drafter = make_drafter(draft, embed_head, sum(draft.config.allocation) if depth is None else depth, tree_width)
+    Fixed(drafter.depth, nodes)
+    nodes = min(nodes, drafter.candidates)
+    return {"depth": drafter.depth, "nodes": nodes, "tree_width": drafter.tree_width, **describe_draft(draft)}
 
 
 def replay_rounds(

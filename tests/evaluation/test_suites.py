@@ -263,7 +263,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
         ("hub:FOLDER?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
         ("hub:FOLDER?config=nosuch", "cannot be read: .*nosuch.* Available"),
         ("hub:FOLDER?field=text", "talks.field=text row 1: has no `text`; it has question"),
-        ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'id'; it has question$"),
+        ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'article'; it has question$"),
     ],
 )
 def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
