@@ -181,7 +181,6 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
     ("change", "words"),
     [
         ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
-        ({"baselines": ["generate"]}, "must hold plain"),
         ({"baselines": ["plain", "beam"]}, "may hold generate"),
         ({"drafts": {"generate": "x"}}, "like a baseline"),
         ({"drafts": {1: "x"}}, "which YAML reads as int: quote it"),

@@ -34,14 +34,8 @@ def draft(target, tmp_path_factory) -> str:
 
 @pytest.fixture
 def common(tiny_folder, draft) -> dict:
-    return {
-        "target": tiny_folder,
-        "draft": draft,
-        "dtype": "float32",
-        "max_new_tokens": 20,
-        "nodes": 12,
-        "tree_width": 4,
-    }
+    sizes = {"max_new_tokens": 20, "nodes": 12, "tree_width": 4}
+    return {"target": tiny_folder, "draft": draft, "dtype": "float32", **sizes}
 
 
 def without_draft(options: dict) -> dict:

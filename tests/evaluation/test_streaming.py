@@ -49,15 +49,6 @@ def test_pieces_make_the_text_and_hold_whole_letters(kind, sizes):
     assert not any(LOST in piece for piece in said) and said[-1] == ""
 
 
-@pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
-def test_no_complete_letter_is_held_back(kind):
-    text, tokens = kind()
-    pieces, said = Pieces(text), ""
-    for count, token in enumerate(tokens, start=1):
-        said += pieces.add([token])
-        assert said.startswith(text(tokens[:count]).rstrip(LOST)) and TEXT.startswith(said)
-
-
 def test_bytes_that_are_not_text_are_given_out_as_they_are():
     text, _ = bytes_joined()
     byte = {character: number for character, number in tiny_tokenizer().get_vocab().items() if len(character) == 1}

@@ -166,11 +166,14 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
 
 
-def data_set(folder: Path, rows: list[dict], config: str = "default", split: str = "train") -> str:
+def data_set(folder: Path, rows: list[dict], config: str = "default", *splits: str) -> str:
     """A copy of a data set as the hub lays it out: parquet, and a card that names configs and splits."""
+    splits = splits or ("train",)
     (folder / config).mkdir(parents=True)
-    datasets.Dataset.from_list(rows).to_parquet(folder / config / f"{split}-0.parquet")
-    card = [{"config_name": config, "data_files": [{"split": split, "path": f"{config}/{split}-*"}]}]
+    for split in splits:
+        datasets.Dataset.from_list(rows).to_parquet(folder / config / f"{split}-0.parquet")
+    files = [{"split": split, "path": f"{config}/{split}-*"} for split in splits]
+    card = [{"config_name": config, "data_files": files}]
     (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card)}\n---\n")
     return str(folder)
 
@@ -273,16 +276,10 @@ def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
 
 
 def test_several_splits_and_none_named(tmp_path):
-    folder = tmp_path / "talks"
-    folder.mkdir()
-    files = {split: f"{split}.jsonl" for split in ("train_a", "train_b")}
-    for split, file in files.items():
-        (folder / file).write_text(lines({"prompt": split}))
-    card = [{"config_name": "default", "data_files": [{"split": split, "path": file} for split, file in files.items()]}]
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card)}\n---\n")
+    folder = data_set(tmp_path / "talks", [{"prompt": "a"}], "default", "train_a", "train_b")
     with pytest.raises(ValueError, match=r"choose .split= of train_a, train_b"):
         read_suites([f"hub:{folder}"])
-    assert read_suites([f"hub:{folder}?split=train_b"])[0].turns == ["train_b"]
+    assert read_suites([f"hub:{folder}?split=train_b"])[0].source == f"{folder} default train_b"
 
 
 @pytest.mark.parametrize("place", ["datasets.load_dataset_builder", "datasets.IterableDataset.__iter__"])
