@@ -1,7 +1,7 @@
-"""Every curve, interval and bar: on the page of `poss compare`, in TensorBoard, documents and notebooks.
+"""Every curve and interval: on the page of `poss compare`, in TensorBoard, documents and notebooks.
 
-Each function returns a figure of matplotlib, without a display and without pyplot's state. Values come with the ends of
-their 95 % intervals, which are nan if there is none.
+Each function returns a figure of matplotlib, without a display and without pyplot's state. A point has a `value` and
+the ends of its 95 % interval, `low` and `high`, which are nan if there is none: a `Value`, or an `Estimate` of reports.
 """
 
 import html
@@ -10,8 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
-from itertools import cycle
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -41,17 +40,6 @@ STYLE: Any = {
 }
 
 
-class Point(Protocol):
-    """A value and the ends of its interval."""
-
-    @property
-    def value(self) -> float: ...
-    @property
-    def low(self) -> float: ...
-    @property
-    def high(self) -> float: ...
-
-
 class Value(NamedTuple):
     """A point without an interval."""
 
@@ -60,14 +48,7 @@ class Value(NamedTuple):
     high: float = math.nan
 
 
-class Gain(Point, Protocol):
-    """A comparison; `direction` is "larger", "smaller", or empty if neither is shown."""
-
-    @property
-    def direction(self) -> str: ...
-
-
-Curves = Mapping[str, Mapping[Any, Point]]  # by name, then by x, a number
+Curves = Mapping[str, Mapping[Any, Any]]  # points by name, then by x, a number
 
 
 def curves(
@@ -81,8 +62,6 @@ def curves(
 ) -> Figure:
     """Curves with their intervals, in panels side by side with one y axis and one legend.
 
-    Curves that coincide in every panel are drawn once, under all their names.
-
     Args:
         panels: curves by title.
         share: whether to limit the axis to 0 to 1.
@@ -93,15 +72,13 @@ def curves(
         name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)
     }
     styles |= {name: (colour, "-") for name, colour in (colours or {}).items()}
-    called = _coinciding(panels, names)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
         every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (title, drawn) in zip(every, panels.items(), strict=True):
-            shown = [name for name in drawn if name in called]
-            for place, name in enumerate(shown):
-                aside = min(0.06, 0.5 / len(shown)) * (place - (len(shown) - 1) / 2)
-                _curve(axes, called[name], drawn[name], styles[name], aside)
+            for place, (name, points) in enumerate(drawn.items()):
+                aside = min(0.06, 0.5 / len(drawn)) * (place - (len(drawn) - 1) / 2)
+                _curve(axes, name, points, styles[name], aside)
             if all(float(x).is_integer() for points in drawn.values() for x in points):
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(xlabel=x_label, title=title)
@@ -110,13 +87,18 @@ def curves(
             low, high = every[0].get_ylim()
             every[0].set_ylim(max(low, 0.0), min(high, 1.0))
         if len(names) > 1 or not any(panels):
-            handles = {h.get_label(): h for axes in every for h in axes.get_lines() if h.get_label() in called.values()}
+            handles = {h.get_label(): h for axes in every for h in axes.get_lines()}
             figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4 * len(panels))
     return figure
 
 
-def forest(gains: Mapping[str, Gain], title: str, no_effect: float = 0.0) -> Figure:
-    """A forest plot: one row per effect, the largest on top, and a line at no effect."""
+def forest(gains: Mapping[str, Any], no_effect: float = 0.0) -> Figure:
+    """A forest plot: one row per effect, the largest on top, and a line at no effect.
+
+    Args:
+        gains: points with a `direction`: "larger", "smaller", or empty if neither is shown.
+        no_effect: where the line stands.
+    """
     known = sorted((gain.value, name) for name, gain in gains.items() if math.isfinite(gain.value))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(known)), layout="constrained")
@@ -128,26 +110,8 @@ def forest(gains: Mapping[str, Gain], title: str, no_effect: float = 0.0) -> Fig
             axes.plot([gain.low, gain.high], [place, place], color=colour, linewidth=1.6)
             axes.plot([value], [place], "o", color=colour, markersize=5)
         axes.set_yticks(range(len(known)), [name for _, name in known])
-        axes.set(title=title, ylim=(-0.6, len(known) - 0.4))
+        axes.set(ylim=(-0.6, len(known) - 0.4))
         axes.grid(False, axis="y")
-    return figure
-
-
-def bars(rows: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
-    """One horizontal bar per row, made of its parts."""
-    parts = list(dict.fromkeys(part for values in rows.values() for part in values))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE[0], 1.1 + 0.28 * len(rows)), layout="constrained")
-        axes = figure.add_subplot()
-        ends = dict.fromkeys(rows, 0.0)
-        for part, colour in zip(parts, cycle(COLOURS)):
-            widths = [values.get(part, 0.0) for values in rows.values()]
-            axes.barh(list(rows), widths, left=list(ends.values()), color=colour, label=part, height=0.6)
-            ends = {name: ends[name] + width for name, width in zip(rows, widths, strict=True)}
-        axes.set(xlabel=x_label)
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
-        figure.legend(loc="outside lower center", ncols=len(parts))
     return figure
 
 
@@ -165,18 +129,7 @@ def to_svg(figure: Figure, label: str) -> str:
     return start + inside.replace(INK, "currentColor").strip()
 
 
-def _coinciding(panels: Mapping[str, Curves], names: list[str]) -> dict[str, str]:
-    """Labels by curve; of curves with the same values in every panel the first has a label, which names them all."""
-    alike: dict[str, list[str]] = {}
-    for name in names:
-        values = [
-            {x: point.value for x, point in drawn[name].items()} if name in drawn else None for drawn in panels.values()
-        ]
-        alike.setdefault(repr(values), []).append(name)
-    return {same[0]: " = ".join(same) + " (identical)" * (len(same) > 1) for same in alike.values()}
-
-
-def _curve(axes: Axes, name: str, points: Mapping[float, Point], style: tuple[str, str], aside: float) -> None:
+def _curve(axes: Axes, name: str, points: Mapping[float, Any], style: tuple[str, str], aside: float) -> None:
     """Draw a line; few points are marked, and their bars are shifted by `aside` from those of other curves."""
     few = len(points) <= MARKED
     places = [x + (aside if few else 0.0) for x in points]

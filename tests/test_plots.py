@@ -42,14 +42,6 @@ def test_every_curve_looks_different():
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 20
 
 
-def test_curves_that_coincide_in_every_panel_are_one_under_all_their_names():
-    one, other = {1: Value(0.5), 2: Value(0.4)}, {1: Value(0.5), 2: Value(0.3)}
-    panels = {"a": {"x": one, "y": one, "z": other, "w": one}, "b": {"x": one, "y": one, "w": other}}
-    figure = plots.curves(panels, "", "")
-    assert labels(figure) == ["x = y (identical)", "z", "w"]
-    assert [len(axes.get_lines()) for axes in figure.axes] == [3, 2]
-
-
 def test_an_svg_is_text_of_the_page_loads_nothing_and_is_reproducible():
     evil = '<script>&$x^2$"'
     first, second = (
@@ -61,12 +53,10 @@ def test_an_svg_is_text_of_the_page_loads_nothing_and_is_reproducible():
     assert not re.search(r"https?:|url\((?!#)|href=\"(?!#)", first)
 
 
-def test_bars_end_at_their_sums_and_a_forest_has_the_largest_on_top():
-    (axes,) = plots.bars({"a": {"x": 1.0, "y": 2.0}, "b": {"x": 4.0}}, "ms").axes
-    assert max(bar.get_x() + bar.get_width() for bar in axes.patches) == 4
+def test_a_forest_has_the_largest_on_top():
     gains = {
         name: SimpleNamespace(value=value, low=value - 1, high=value + 1, direction="")
         for name, value in {"low": -3, "top": 5, "none": math.nan}.items()
     }
-    (axes,) = plots.forest(gains, "").axes
+    (axes,) = plots.forest(gains).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["low", "top"]

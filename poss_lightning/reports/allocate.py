@@ -5,7 +5,7 @@ the proposal leaves the least drift variance within its runs: least squares abou
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -73,13 +73,9 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
 
 def propose(drift: Sequence[float], specialists: int) -> list[int]:
     """The allocation to this number of specialists that leaves the least drift variance within its runs."""
-    return min(allocations(len(drift), specialists), key=lambda runs: variance_within(drift, runs))
-
-
-def allocations(positions: int, specialists: int) -> Iterator[list[int]]:
-    """Every way to cut the positions into this number of runs."""
-    for cuts in combinations(range(1, positions), specialists - 1):
-        yield [stop - start for start, stop in pairwise((0, *cuts, positions))]
+    cuts = combinations(range(1, len(drift)), specialists - 1)
+    allocations = ([stop - start for start, stop in pairwise((0, *cut, len(drift)))] for cut in cuts)
+    return min(allocations, key=lambda runs: variance_within(drift, runs))
 
 
 def variance_within(drift: Sequence[float], allocation: Sequence[int]) -> float:

@@ -9,7 +9,7 @@ from poss_lightning.reports.findings import Findings, find, name_sources
 from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 from poss_lightning.terminal import printable
 
-WIDTH, ROWS, NAME = 80, 15, 12  # of the short table: characters, methods, and of a method's name at least
+WIDTH = 80  # characters of a line of prose
 
 
 def compare(
@@ -58,9 +58,9 @@ def print_findings(found: Findings, all: bool = False) -> None:
     count = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
     trainings = f", {count} trainings of each" * (seeds[-1] > 1)
     title = f"{name_sources(found.sources)}: {len(rows)} methods{trainings}, {rows[0].prompts} prompts"
-    print(f"\n{printable(title)}\n\n{show(_shorten(overview(found)))}\n")
+    print(f"\n{printable(title)}\n\n{show(overview(found))}\n")
     corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
-    for text in (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all."):
+    for text in filter(None, (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")):
         print(textwrap.fill(_plain(text), WIDTH))
     for title, table in all_tables(found).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
@@ -73,17 +73,6 @@ def show(table: pd.DataFrame) -> str:
     width = max(map(len, [first, *table[first]]))
     table = table.assign(**{first: table[first].str.ljust(width)}).rename(columns={first: first.ljust(width)})
     return table.to_string(index=False)
-
-
-def _shorten(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with as many methods, and as much of their names, as fit."""
-    more = len(table) - ROWS
-    if more > 0:
-        table = table.head(ROWS)
-        table.loc[ROWS] = [f"… {more} more", *[""] * (len(table.columns) - 1)]
-    others = len(show(table).partition("\n")[0]) - max(map(len, ["method", *table["method"]]))
-    most = max(NAME, WIDTH - others)
-    return table.assign(method=[name if len(name) <= most else f"{name[: most - 1]}…" for name in table["method"]])
 
 
 def _plain(text: str) -> str:

@@ -11,21 +11,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from poss_lightning import __version__, plots
+from poss_lightning import plots
 from poss_lightning.evaluation.records import PLAIN, Record, as_object, by_folder
 from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.findings import Findings, name_sources
-from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import LOGS, Answers
 from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
 
-# HTML forbids raw control characters: each as its symbol (U+2400 on), those that have none as U+FFFD.
-CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n\r"} | {127: 0x2421}
-CONTROLS |= dict.fromkeys(range(128, 160), 0xFFFD)
+# What HTML forbids: control characters but tab and ends of lines.
+CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
 SHOWN_PROMPTS = 6  # whose decoded text is shown, at most
-PHONE = ("method", "tokens/s", "τ")  # the columns that a phone shows first
-PARTS = ("prefill", "draft", "verify", "commit", "round")  # a CUDA graph is timed as one part, `round`
 METHODS = {  # those that run.json does not describe
     PLAIN: "the target alone, one token per step",
     "generate": "the target alone, by transformers' generate",
@@ -56,26 +53,25 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     """
     facts = by_folder(found.sources)
     is_sweep = found.speed == "speed_up"
-    trained = group_by_choice(_read_runs(runs) if runs else read_scalars(list(facts)) if is_sweep else {})
-    defined, first, training = define_methods(facts.values()), overview(found), training_figures(trained)
+    trained = group_by_choice(read_scalars(runs or (list(facts) if is_sweep else [])))
+    if runs and not trained:
+        raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
+    defined = define_methods(facts.values())
     page = _template().render(
         title=name_sources(found.sources),
         circumstances=describe_runs(facts.values()),
         methods={row.method: defined[row.method] for row in found.overall if row.method in defined},
         verdict=verdict(found),
         notes=found.notes,
-        overview=first.reindex(columns=sorted(first, key=lambda name: name not in PHONE)),
+        overview=overview(found),
         legend=LEGEND,
         figures=comparison_figures(found),
-        costs={} if is_sweep else cost_figures(found.answers),  # a sweep's choices were timed apart
         tables=all_tables(found),
-        training=training,
-        curves_of_training=not training.keys().isdisjoint(BY_STEP.values()),
-        texts=list(decoded_texts(found.shown)),
+        training=training_figures(trained),
+        texts=list(decoded_texts(found.answers)),
         facts={
             public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
         },
-        made=f"poss_lightning {__version__}",
     )
     with atomic(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
@@ -139,7 +135,7 @@ def comparison_figures(found: Findings) -> Figures:
         gains = {row.method: row.gains[measure] for row in found.overall if measure in row.gains}
         if any(gain.value == gain.value for gain in gains.values()):
             title = f"{WORDS[measure]} {'×' if measure in LOGS else '−'} {found.reference}"
-            drawn[title] = plots.forest(gains, "", float(measure in LOGS))
+            drawn[title] = plots.forest(gains, float(measure in LOGS))
     shares = {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}
     if shares:
         figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
@@ -147,32 +143,14 @@ def comparison_figures(found: Findings) -> Figures:
     return drawn
 
 
-def cost_figures(methods: Mapping[str, Answers]) -> Figures:
-    """Milliseconds per new token by method and part; `rest` is the time outside the named parts."""
-    rows: dict[str, dict[str, float]] = {}
-    for name, answers in methods.items():
-        records = [record for record in answers.values() if record.seconds]
-        if records:
-            per_token = 1000 / sum(record.new_tokens for record in records)
-            sums = {part: per_token * sum(r.seconds.get(part, 0.0) for r in records) for part in (*PARTS, "total")}
-            total = sums.pop("total")
-            rows[name] = {**sums, "rest": max(total - sum(sums.values()), 0.0)}
-    measured = [part for part in (*PARTS, "rest") if any(row[part] for row in rows.values())]
-    shown = {name: {part: row[part] for part in measured} for name, row in rows.items()}
-    return {"Milliseconds per new token": plots.bars(shown, "ms")} if shown else {}
-
-
 def training_figures(trained: Mapping[str, list[Scalars]]) -> Figures:
     """What trainings logged: at their last validation by depth, and by step; means over the runs of a choice."""
     drawn: Figures = {}
-    for tag, title in BY_DEPTH.items():
-        by_choice = {choice: last_by_depth(runs, tag) for choice, runs in trained.items()}
-        if known := {choice: means for choice, means in by_choice.items() if means}:
-            drawn[title] = plots.curves({"": known}, "depth", "", share="pos_acc" in tag)
-    for tag, title in BY_STEP.items():
-        by_choice = {choice: mean_over_runs([r[tag] for r in runs if tag in r]) for choice, runs in trained.items()}
-        if known := {choice: means for choice, means in by_choice.items() if len(means) > 1}:
-            drawn[title] = plots.curves({"": known}, "step", "")
+    for titles, average, x_label in ((BY_DEPTH, last_by_depth, "depth"), (BY_STEP, mean_by_step, "step")):
+        for tag, title in titles.items():
+            means = {choice: average(runs, tag) for choice, runs in trained.items()}
+            if shown := {choice: points for choice, points in means.items() if len(points) > 1}:
+                drawn[title] = plots.curves({"": shown}, x_label, "", share="pos_acc" in tag)
     return drawn
 
 
@@ -180,14 +158,6 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
     """`tag` at the last validation by depth, averaged over the runs that have it."""
     last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in runs]
     return {k: mean([one[k] for one in last if k in one]) for k in sorted(set().union(*last))}
-
-
-def _read_runs(runs: list[str] | str) -> dict[str, Scalars]:
-    """The scalars of folders that the user named, each of which must have some."""
-    found = {folder: read_scalars(folder) for folder in ([runs] if isinstance(runs, str) else runs)}
-    if empty := [folder for folder, scalars in found.items() if not scalars]:
-        raise ValueError(f"runs has {empty[0]}, which holds no TensorBoard files of a training, nor has any below")
-    return {place: scalars for by_place in found.values() for place, scalars in by_place.items()}
 
 
 # --- decoded text ---
@@ -200,9 +170,9 @@ def decoded_texts(methods: Mapping[str, Answers]) -> Iterator[dict[str, Any]]:
         if key[2:] == (0, 0) and record.text:
             by_suite.setdefault(key[0], []).append(key)
     for key in [key for key in chain(*zip_longest(*by_suite.values())) if key][:SHOWN_PROMPTS]:
-        records = [answers[key] for answers in methods.values()]
-        answers = [{"record": record, "spans": split_rounds(record)} for record in records]
-        yield {"title": f"{key[0]}, {key[1]}", "question": records[0].question, "answers": answers}
+        records = {name: answers[key] for name, answers in methods.items() if key in answers}
+        answers = [{"name": name, "record": one, "spans": split_rounds(one)} for name, one in records.items()]
+        yield {"title": f"{key[0]}, {key[1]}", "question": answers[0]["record"].question, "answers": answers}
 
 
 def split_rounds(record: Record) -> list[tuple[str, str]]:

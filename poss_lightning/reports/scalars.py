@@ -15,7 +15,6 @@ from poss_lightning.reports.statistics import Estimate, Mean, interval
 
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
-SEED, VERSION = re.compile(r"seed-\d+"), re.compile(r"version_\d+")  # the latter are Lightning's
 
 
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
@@ -55,29 +54,21 @@ def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
 
 def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
     """The runs of each choice, named by what its path does not share: of `runs/hass`, `runs/eagle` hass, eagle."""
-    folders: dict[Path, dict[str, Scalars]] = {}
+    folders: dict[Path, list[Scalars]] = {}
     for folder, scalars in runs.items():
-        parts = Path(folder).absolute().parts
-        seeds = [place for place, part in enumerate(parts) if SEED.fullmatch(part)]
-        choice, run = (parts[: seeds[-1]], parts[seeds[-1]]) if seeds else (parts, "")
-        tags = folders.setdefault(Path(*choice), {}).setdefault(run, {})
-        for tag, series in scalars.items():  # several folders of one seed are one run
-            tags[tag] = sorted(tags.get(tag, []) + series, key=lambda point: point[0])
-    versions = [folder for folder in folders if VERSION.fullmatch(folder.name)]
-    for version in versions:
-        siblings = sum(other.parent == version.parent for other in versions)
-        if siblings == 1 and version.parent not in folders:  # the only version says nothing
-            folders[version.parent] = folders.pop(version)
+        path = Path(folder).absolute()
+        seeds = [place for place in (path, *path.parents) if re.fullmatch(r"seed-\d+", place.name)]
+        folders.setdefault(seeds[0].parent if seeds else path, []).append(scalars)
     shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
-    return {folder.name if name == "." else name: list(folders[folder].values()) for folder, name in names.items()}
+    return {folder.name if name == "." else name: folders[folder] for folder, name in names.items()}
 
 
-def mean_over_runs(series: Sequence[Series]) -> dict[int, Estimate]:
-    """The mean over runs at every step that all of them have; a step logged twice counts as it was last logged."""
-    runs = [dict(points) for points in series]
-    steps = sorted(set.intersection(*map(set, runs))) if runs else []
-    return {step: mean([run[step] for run in runs]) for step in steps}
+def mean_by_step(runs: Iterable[Scalars], tag: str) -> dict[int, Estimate]:
+    """The mean of `tag` at every step that all runs with it have; a step logged twice counts as it was last logged."""
+    series = [dict(run[tag]) for run in runs if tag in run]
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    return {step: mean([one[step] for one in series]) for step in steps}
 
 
 def mean(values: Sequence[float]) -> Estimate:

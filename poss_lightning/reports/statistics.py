@@ -29,13 +29,11 @@ Letters: S seeds, Q prompts, K draft positions; a row of counts says which promp
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
-from scipy.optimize import root_scalar
+from scipy import special
 
 Floats = NDArray[np.float64]
 LEVEL, POWER = 0.05, 0.8  # of two-sided tests and of intervals; of detectable effects
@@ -180,12 +178,6 @@ def leave_one_out(prompts: int) -> Floats:
     return np.concatenate([np.ones((1, prompts)), 1 - np.eye(prompts)])
 
 
-def pseudo_values(values: Floats) -> Floats:
-    """(..., 1+Q), the value of all prompts and without each, to (..., Q), each prompt's; of a mean its own value."""
-    prompts = values.shape[-1] - 1
-    return prompts * values[..., :1] - (prompts - 1) * values[..., 1:]
-
-
 def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
     """Standard error of the mean of effects (..., S, Q), and its degrees of freedom; S may be 1."""
     seeds, prompts = effects.shape[-2:]
@@ -203,22 +195,19 @@ def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
 
 def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), logs: bool = False) -> Mean:
     """Mean of a measure over trainings, or of its difference from others with the same seeds; `logs`: of logarithms."""
-    values = _stack(trainings, logs)  # (S, 1+Q)
+    every = [*trainings, *others]
+    values = np.stack([one.values for one in every])  # (S or 2S, 1+Q)
+    counted = np.stack([one.counted for one in every])  # (S or 2S, Q)
+    if logs:
+        values = np.log(values)
     if others:
-        values = values - _stack(others, logs)
-    every = np.stack([one.counted for one in (*trainings, *others)])  # (S or 2S, Q)
-    counted, fewest = every.any(0), int(every.sum(1).min())
-    value = float(values[:, 0].mean())
+        values = values[: len(trainings)] - values[len(trainings) :]  # (S, 1+Q)
+    value, fewest, prompts = float(values[:, 0].mean()), int(counted.sum(1).min()), int(counted.any(0).sum())
     if fewest < FEWEST:
         return Mean(value, math.nan, math.nan)
-    error, freedom = crossed_error(pseudo_values(values[:, np.append(True, counted)]))
-    most = math.inf if fewest == counted.sum() else fewest - 1
-    return Mean(value, float(error), min(float(freedom), most))
-
-
-def _stack(trainings: Sequence[Jackknife], logs: bool) -> Floats:
-    values = np.stack([one.values for one in trainings])
-    return np.log(values) if logs else values
+    pseudo_values = prompts * values[:, :1] - (prompts - 1) * values[:, 1:][:, counted.any(0)]  # (S, Q)
+    error, freedom = crossed_error(pseudo_values)
+    return Mean(value, float(error), min(float(freedom), math.inf if fewest == prompts else fewest - 1))
 
 
 # --- from a standard error to intervals and tests ---
@@ -226,27 +215,35 @@ def _stack(trainings: Sequence[Jackknife], logs: bool) -> Floats:
 
 def interval(mean: Mean, logs: bool = False) -> Estimate:
     """The t-interval, none without any spread; of the exponential where the mean is of logarithms."""
-    half = (mean.error or math.nan) * _quantile(mean.freedom)
-    found = Estimate(mean.value, mean.value - half, mean.value + half)
-    return Estimate(*map(math.exp, (found.value, found.low, found.high))) if logs else found
+    half = (mean.error or math.nan) * special.stdtrit(mean.freedom, 1 - LEVEL / 2)
+    ends = mean.value, mean.value - half, mean.value + half
+    return Estimate(*map(math.exp if logs else float, ends))
 
 
 def compare_means(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
     """Differences of several methods from the same one, or ratios, from their logarithms."""
-    means = {name: mean._replace(error=mean.error or _sure(mean)) for name, mean in means.items()}
-    p = {name: _p(mean) for name, mean in means.items()}
-    tests = sum(not math.isnan(each) for each in p.values())
+    # Without any spread only equality is certain: few prompts may agree by chance.
+    errors = [mean.error or (0.0 if mean.value == 0 else math.nan) for mean in means.values()]
+    p = [
+        float(2 * special.stdtr(mean.freedom, -abs(mean.value) / error)) if error else 1.0
+        for mean, error in zip(means.values(), errors, strict=True)
+    ]
+    tests = sum(not math.isnan(each) for each in p)
     found = {}
-    for (name, mean), corrected in zip(means.items(), holm(list(p.values())), strict=True):
-        ends, least = interval(mean, logs), detectable(mean.error, mean.freedom, tests)
+    for (name, mean), error, corrected in zip(means.items(), errors, holm(p), strict=True):
+        ends, least = interval(mean, logs), detectable(error, mean.freedom, tests)
         least = math.expm1(least) if logs else least
         found[name] = Comparison(ends.value, ends.low, ends.high, corrected, least, float(logs))
     return found
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:
-    """The true effect found with 80 % power at 5 % two-sided, the first of `tests`; about 2.8 errors for one test."""
-    return error * _noncentrality(freedom, LEVEL / max(tests, 1))
+    """The true effect found with 80 % power at 5 % two-sided, the first of `tests`; about 2.8 errors for one test.
+
+    The shift with which t exceeds its upper critical value with probability 0.8; the other tail is neglected.
+    """
+    critical = special.stdtrit(freedom, 1 - LEVEL / max(tests, 1) / 2)
+    return float(error * special.nctdtrinc(freedom, 1 - POWER, critical))
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -257,26 +254,3 @@ def holm(p: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, value * (len(order) - passed)))
         corrected[place] = least
     return corrected
-
-
-def _sure(mean: Mean) -> float:
-    """The error of a mean without any spread: 0 for no effect, else unknown, as few prompts may agree by chance."""
-    return 0.0 if mean.value == 0 else math.nan
-
-
-def _p(mean: Mean) -> float:
-    return 1.0 if mean.error == 0 else float(2 * stats.t.sf(abs(mean.value) / mean.error, mean.freedom))
-
-
-@lru_cache
-def _quantile(freedom: float, level: float = LEVEL) -> float:
-    return float(stats.t.isf(level / 2, freedom)) if freedom > 0 else math.nan
-
-
-@lru_cache
-def _noncentrality(freedom: float, level: float) -> float:
-    """The shift with which t exceeds its upper critical value with probability 0.8; the other tail is neglected."""
-    if not freedom > 0:
-        return math.nan
-    point = _quantile(freedom, level)
-    return root_scalar(lambda shift: stats.nct.sf(point, freedom, shift) - POWER, bracket=(0, 2 * point)).root

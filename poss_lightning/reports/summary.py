@@ -4,14 +4,16 @@ A *training* is one draft that decoded all prompts: one for each method of a ben
 sweep's choice, in folders CHOICE/seed-N. Trainings are paired by their seed, which gives the same order of data.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from poss_lightning.evaluation.records import BASELINES, Record
 from poss_lightning.reports import statistics
-from poss_lightning.reports.statistics import Comparison, Estimate, Jackknife, Sums
+from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Jackknife, Sums
 
 ALL = "all"  # the name given to all suites together
 LOGS = ("tokens_per_second", "speed_up")  # measures that are averaged and compared in logarithms, as ratios
@@ -67,27 +69,25 @@ def summarise(
         trainings: from `by_method` or `by_choice`.
         baseline: what `speed_up` and `identical` are relative to, where it was decoded beside every training.
         reference: the method that the gains compare the others with.
-        depths: K by method; by default the most tokens that a round of the method accepted.
+        depths: K by method; by default, and at least, the most tokens that a round of the method accepted.
 
     Raises:
-        ValueError: `reference` is not a method, a depth is exceeded, or the trainings do not cover the same prompts.
+        ValueError: `reference` is not a method.
     """
     if reference is not None and reference not in trainings:
         raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(trainings)}")
-    answers = {  # of every training, by how messages name it
-        f"{name!r}" + f", seed {seed}" * (len(by_seed) > 1): beside[name]
-        for name, by_seed in trainings.items()
-        for seed, beside in by_seed.items()
-    }
-    check_same_prompts(answers)
     if not all(baseline in beside for by_seed in trainings.values() for beside in by_seed.values()):
         baseline = None
-    sums = {}
+    sums: dict[str, dict[int, Sums]] = {}
+    prompts: list[tuple] = []
     for name, by_seed in trainings.items():
-        depth = _depth(name, [beside[name] for beside in by_seed.values()], (depths or {}).get(name))
+        rounds = (record.accepted for beside in by_seed.values() for record in beside[name].values())
+        depth = max(chain([(depths or {}).get(name, 0)], *rounds))
         plain = None if name == baseline else baseline  # compared with itself it says nothing
-        sums[name] = {seed: _sum_beside(beside, name, depth, plain) for seed, beside in by_seed.items()}
-    prompts = [*_by_prompt(next(iter(answers.values())))]
+        for seed, beside in by_seed.items():
+            own = sum_by_prompt(beside[name], depth, beside[plain] if plain else None)
+            sums.setdefault(name, {})[seed] = own
+            prompts = [*_by_prompt(beside[name])]  # the same in all trainings
     suites = sorted({suite for suite, _ in prompts})
     rows = []
     for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
@@ -109,7 +109,7 @@ def by_choice(cells: Mapping[tuple[str, int], list[Record]]) -> Trainings:
         cells: the records of each choice and training seed.
 
     Raises:
-        ValueError: a cell has no record of its choice.
+        ValueError: a cell has no record of its choice, or cells have answers to different prompts.
     """
     trainings: dict[str, dict[int, dict[str, Answers]]] = {}
     for (choice, seed), records in cells.items():
@@ -118,6 +118,7 @@ def by_choice(cells: Mapping[tuple[str, int], list[Record]]) -> Trainings:
             names = ", ".join(dict.fromkeys(record.method for record in records))
             raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
         trainings.setdefault(choice, {})[seed] = methods
+    check_same_prompts({f"{choice!r}, seed {seed}": trainings[choice][seed][choice] for choice, seed in cells})
     return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
 
 
@@ -150,24 +151,23 @@ def check_same_prompts(named: Mapping[str, Answers]) -> None:
     Raises:
         ValueError: the message names an answer, and whose it is.
     """
-    first = next(iter(named), "")
+    first, theirs = next(iter(named.items()), ("", {}))
     for name, answers in named.items():
-        if differing := sorted(map(_describe, answers.keys() ^ named[first].keys())):
+        if differing := sorted(map(_describe, answers.keys() ^ theirs.keys())):
             raise ValueError(
                 f"{name} and {first} differ in {len(differing)} answers, such as {differing[0]}. Methods are compared "
                 "on the same prompts"
             )
-        for key, record in answers.items():
-            if differ := _difference(named[first][key], record):
+        for key, one in answers.items():
+            other, differ = theirs[key], ""
+            both = min(one.new_tokens, other.new_tokens)
+            if one.turn == 0 and one.prompt_tokens != other.prompt_tokens:
+                differ = f"prompts of {other.prompt_tokens} and {one.prompt_tokens} tokens"
+            elif not (one.seconds or other.seconds) and one.tokens[:both] != other.tokens[:both]:
+                differ = "replays of different answers"
+            if differ:
                 where = f"{first} and {name} have {differ} at {_describe(key)}"
                 raise ValueError(f"{where}; methods are compared on the same texts")
-
-
-def _difference(one: Record, other: Record) -> str:
-    both = min(one.new_tokens, other.new_tokens) if not (one.seconds or other.seconds) else 0
-    if one.turn == 0 and one.prompt_tokens != other.prompt_tokens:
-        return f"prompts of {one.prompt_tokens} and {other.prompt_tokens} tokens"
-    return "replays of different answers" if one.tokens[:both] != other.tokens[:both] else ""
 
 
 def _describe(key: tuple) -> str:
@@ -175,35 +175,22 @@ def _describe(key: tuple) -> str:
     return f"{suite}/{prompt} turn {turn} repeat {repeat}"
 
 
-def _depth(method: str, trainings: list[Answers], depth: int | None) -> int:
-    """K: `depth`, which no round may exceed, or the most tokens that a round accepted."""
-    records = (record for answers in trainings for record in answers.values())
-    most = max((accepted for record in records for accepted in record.accepted), default=0)
-    if depth is not None and most > depth:
-        raise ValueError(f"{method!r} accepted {most} tokens in a round; its run.json gives it the depth {depth}")
-    return most if depth is None else depth
-
-
-def sum_by_prompt(answers: Answers, depth: int) -> Sums:
-    """One training's sums; `depth` is K."""
-    prompts = [[answers[key] for key in keys] for keys in _by_prompt(answers).values()]
-    accepted = [np.array([count for record in own for count in record.accepted], dtype=int) for own in prompts]
+def sum_by_prompt(answers: Answers, depth: int, plain: Answers | None = None) -> Sums:
+    """One training's sums, with those of its baseline, if any; `depth` is K."""
+    prompts = [*_by_prompt(answers).values()]
+    accepted = [np.array([count for key in keys for count in answers[key].accepted], dtype=int) for keys in prompts]
     reach = [(counts[:, None] >= np.arange(depth + 1)).sum(0) for counts in accepted]
-    tokens = [sum(record.new_tokens for record in own) for own in prompts]
-    seconds = [sum(record.seconds.get("total", np.nan) for record in own) for own in prompts]
-    return Sums(np.array(reach, dtype=float), np.array(tokens, dtype=float), np.array(seconds, dtype=float))
 
+    def totals(own: Answers) -> tuple[Floats, Floats]:
+        tokens = [sum(own[key].new_tokens for key in keys) for keys in prompts]
+        seconds = [sum(own[key].seconds.get("total", math.nan) for key in keys) for keys in prompts]
+        return np.array(tokens, dtype=float), np.array(seconds, dtype=float)
 
-def _sum_beside(methods: Mapping[str, Answers], method: str, depth: int, baseline: str | None) -> Sums:
-    """One training's sums, with those of a baseline beside it."""
-    own = methods[method]
-    sums = sum_by_prompt(own, depth)
-    if baseline is None:
-        return sums
-    plain = methods[baseline]
-    _, tokens, seconds, _ = sum_by_prompt(plain, 0)
-    same = [all(own[key].tokens == plain[key].tokens for key in keys) for keys in _by_prompt(own).values()]
-    return sums._replace(beside=(tokens, seconds, np.array(same, dtype=float)))
+    beside = None
+    if plain is not None:
+        same = [all(answers[key].tokens == plain[key].tokens for key in keys) for keys in prompts]
+        beside = *totals(plain), np.array(same, dtype=float)
+    return Sums(np.array(reach, dtype=float), *totals(answers), beside)
 
 
 def _by_prompt(answers: Answers) -> dict[tuple, list[tuple]]:

@@ -16,7 +16,7 @@ from poss_lightning.evaluation.cells import pack
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import public, split_rounds
-from poss_lightning.reports.scalars import group_by_choice, mean, mean_over_runs, read_scalars, series_by_depth
+from poss_lightning.reports.scalars import group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
 from tests.support import look
 from tests.support.lab import CHOICES, write_lab, write_records
@@ -91,7 +91,7 @@ def test_a_page_is_self_contained_and_well_formed(lab, hostile):
 
 
 def test_foreign_texts_are_escaped(hostile):
-    assert str(escape(EVIL)).replace("\x00", "␀").replace("\x7f", "␡").replace("\x9b", "\ufffd") in hostile
+    assert re.sub("[\x00\x7f\x9b]", "\ufffd", str(escape(EVIL))) in hostile
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", hostile)
 
 
@@ -122,7 +122,7 @@ def test_an_answer_follows_its_question(lab):
     assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
 
 
-def test_seconds_measured_apart_are_not_drawn_side_by_side(tmp_path):
+def test_seconds_measured_apart_are_not_shown_side_by_side(tmp_path):
     for choice in CHOICES:
         write_records(tmp_path / choice / "seed-0", make_records(methods=("plain", choice)), {"methods": {}})
     assert "Milliseconds" not in page_of(tmp_path, tmp_path, reference="eagle")
@@ -149,7 +149,6 @@ def test_methods_are_defined_below_the_title(tmp_path):
     ):
         assert f"<li>{defined}</li>" in page
     assert page.index("</h1>") < page.index("<li>") < page.index("<table")
-    assert page.index("<th>τ</th>") < page.index("<th>speed-up</th>")
 
 
 def test_a_page_is_named_html(tmp_path):
@@ -214,17 +213,16 @@ def test_runs_are_named_without_what_their_paths_share():
     runs = {f"out/{choice}/seed-{seed}": own for choice in ("a", "b") for seed in (0, 1)}
     assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
     assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
-    again = {"out/a/seed-0/v0": {"loss": [(2, 0.2)]}, "out/a/seed-0/v1": {"loss": [(1, 0.5)], "tau": [(1, 2.0)]}}
-    assert group_by_choice(again) == {"a": [{"loss": [(1, 0.5), (2, 0.2)], "tau": [(1, 2.0)]}]}  # one run, two folders
 
 
 def test_a_curve_over_runs_is_the_mean_at_shared_steps_with_its_t_interval():
     values = np.random.default_rng(0).normal(size=(4, 5))
-    runs = [[(step, float(values[run, step])) for step in range(5 - (run == 2))] for run in range(4)]
-    found = mean_over_runs([*runs[:3], [(0, 99.0), *runs[3]]])  # step 0 logged again
+    runs = [{"tau": [(step, float(values[run, step])) for step in range(5 - (run == 2))]} for run in range(4)]
+    runs[3]["tau"].insert(0, (0, 99.0))  # step 0 was logged again
+    found = mean_by_step([*runs, {"loss": []}], "tau")
     assert list(found) == [0, 1, 2, 3]
     for step, one in found.items():
         own = values[:, step]
         low, high = stats.t.interval(0.95, 3, own.mean(), stats.sem(own))
         assert (one.value, one.low, one.high) == pytest.approx((own.mean(), low, high))
-    assert mean([0.5]).value == 0.5 and not mean([0.5]).interval() and mean_over_runs([]) == {}
+    assert mean([0.5]).value == 0.5 and not mean([0.5]).interval() and mean_by_step(runs, "loss") == {}

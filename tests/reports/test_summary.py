@@ -66,7 +66,6 @@ def test_only_shared_seeds_are_paired():
             "'plain' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
         ),
         (RECORDS, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
-        (RECORDS, {"depths": {"eagle": 2}}, "'eagle' accepted 3 tokens in a round; its run.json gives it the depth 2"),
     ],
 )
 def test_records_that_cannot_be_compared_are_refused(records, options, said):
