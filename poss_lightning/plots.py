@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -68,9 +69,7 @@ def curves(
         colours: by name; otherwise in order, the same in all panels.
     """
     names = list(dict.fromkeys(name for drawn in panels.values() for name in drawn))
-    styles = {
-        name: (COLOURS[i % len(COLOURS)], DASHES[i // len(COLOURS) % len(DASHES)]) for i, name in enumerate(names)
-    }
+    styles = dict(zip(names, cycle((colour, dashes) for dashes in DASHES for colour in COLOURS), strict=False))
     styles |= {name: (colour, "-") for name, colour in (colours or {}).items()}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,17 +147,16 @@ def benchmark(
             raise ValueError(f"{question}, turn 0: {error}") from error
     methods = _baselines(model, graphs, baselines)
     engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
-    sources = {}  # of each method's draft
-    for name, draft in loaded.items():
-        for method, count in {name: 0, f"{name}+lookup": lookup}.items():
-            if method == name or lookup:
-                methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
-                sources[method] = drafts[name]
+    trainings = {}
+    for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
+        method = f"{name}+lookup" if count else name
+        methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
+        trainings[method] = describe_training(drafts[name])
     facts = {
         "command": sys.argv,
         "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest(questions)},
         "methods": {name: describe_method(method) for name, method in methods.items()},
-        "trainings": {method: describe_training(source) for method, source in sources.items()},
+        "trainings": trainings,
         "suites": {question.suite: question.source for question in questions},
     }
     run = Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed)

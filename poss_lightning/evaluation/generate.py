@@ -96,17 +96,17 @@ def generate(
     """
     options = dict(locals())
     _check_options(options)
-    config = {name: value for name, value in options.items() if name not in ("compare", "chat", "show", "json")}
     sampling = Sampling(temperature, top_k, top_p)
-    config["tree"] = tree = tree or ("fixed" if show else "auto")
-    config["lookup"] = lookup = choose_lookup(lookup, bool(draft), tree)
+    tree = tree or ("fixed" if show else "auto")
+    lookup = choose_lookup(lookup, bool(draft), tree)
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     sampling.check_vocabulary(model.spec.vocab_size)
     if prompt == "-" and not chat:  # of several processes only one comes so far
-        prompt = config["prompt"] = sys.stdin.read().strip()
+        prompt = sys.stdin.read().strip()
         _check_prompt(prompt)
-    config |= {"dtype": model.dtype_name, "device": str(model.device)}
+    config = {name: value for name, value in options.items() if name not in ("compare", "chat", "show", "json")}
+    config |= {"prompt": prompt, "lookup": lookup, "dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded or lookup:
         decoder = Speculative(model, loaded, depth, nodes, tree_width, tree, lookup=lookup)
@@ -247,7 +247,7 @@ def _comparison(answer: Decoded, plain: Decoded, dtype: str) -> str:
 
 
 def _facts(decoder: Decoder, answer: Decoded, plain: Decoded | None) -> dict[str, Any]:
-    """What --json prints besides the options; resolved sizes of trees are None without a draft."""
+    """What --json prints besides the options; resolved sizes of trees are None in plain decoding."""
     trees: dict[str, Any] = dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
     if isinstance(decoder, Speculative):
         drafter = decoder.drafter

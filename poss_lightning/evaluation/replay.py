@@ -272,10 +272,12 @@ def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
 def _record(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Record:
     """A record of an answer of the conversation `name`, with the tokens that its rounds give."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
+    if not suite or not question:
+        suite, question = "store", name
     tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
     return Record(
-        suite=suite if suite and question else "store",
-        id=question if suite and question else name,
+        suite=suite,
+        id=question,
         turn=turn,
         method=method,
         prompt_tokens=answer.start,

@@ -79,16 +79,18 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     check_targets(runs)
     if any(not by_cell([source]) for source in sources):  # folders of a sweep tell the trainings of a choice apart
         check_drafts(runs)
-    groups: dict[tuple[float, int, float], list[Source]] = {}
-    for source in sources:
-        groups.setdefault(_sampling(source), []).append(source)
-    parts = []
-    for (temperature, top_k, top_p), group in sorted(groups.items()):
+    groups: dict[str, list[Source]] = {}
+    for source in sorted(sources, key=_sampling):
+        temperature, top_k, top_p = _sampling(source)
         name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
+        groups.setdefault(name, []).append(source)
+    parts = []
+    for name, group in groups.items():
+        suffix, place = (f", {name}", f"at {name}: ") if len(groups) > 1 else ("", "")
         try:
-            parts.append(_find(group, baseline, reference, f", {name}" if len(groups) > 1 else ""))
+            parts.append(_find(group, baseline, reference, suffix))
         except ValueError as error:
-            raise ValueError(f"at {name}: {error}" if len(groups) > 1 else str(error)) from error
+            raise ValueError("; ".join([f"{place}{error}", *not_comparable(group)])) from error
     timed = next((part for part in parts if part.baseline), parts[0])
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     return timed._replace(

@@ -58,11 +58,8 @@ class Estimate:
 
     def with_interval(self, form: str = ".2f") -> str:
         """The value and, where there is one, its interval."""
-        return self.text(form) + (f" ({self.interval(form)})" if self.interval(form) else "")
-
-    def within_share(self) -> Self:
-        """A share, whose interval ends at 0 and 1."""
-        return replace(self, low=max(self.low, 0.0), high=min(self.high, 1.0)) if self.interval() else self
+        ends = self.interval(form)
+        return f"{self.text(form)} ({ends})" if ends else self.text(form)
 
     def percent(self) -> Self:
         """The same share in per cent."""

@@ -231,7 +231,9 @@ def _summarise_suite(
 def _estimate(measure: str, trainings: list[Jackknife]) -> Estimate:
     logs = measure in LOGS
     found = statistics.interval(statistics.mean_over(trainings, logs=logs), logs)
-    return found.within_share() if measure.startswith(SHARES) else found
+    if not measure.startswith(SHARES):
+        return found
+    return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
 
 
 def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: str) -> dict[str, dict[str, Comparison]]:

@@ -67,5 +67,5 @@ def test_a_training_of_specialists_is_refused(log, tmp_path):
 
 def test_a_line_that_is_not_a_cell_is_named(tmp_path):
     (tmp_path / "cells.jsonl").write_text("<<<<<<< HEAD\n")
-    with pytest.raises(ValueError, match="cells.jsonl, line 1 is not a cell"):
+    with pytest.raises(ValueError, match=r"cells.jsonl, line 1 is not a cell"):
         read_drift(str(tmp_path))
