@@ -1,19 +1,14 @@
-"""TensorBoard's other tabs: charts by depth, histograms, figures, hyperparameters and the projector."""
+"""TensorBoard's other tabs: charts by depth, histograms, figures and hyperparameters."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import lightning
-import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.stream import Batch
-from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training import panels
 from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.module import SpecialistTraining
@@ -22,29 +17,13 @@ COLUMNS = ("val/tau_tree", "val/tau_chain", "val/loss")  # scalars in the table 
 ARGUMENTS = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "mean_over")  # of the module
 
 
-class DeepSlots(NamedTuple):
-    """Slots of a validation batch at which all K passes count."""
-
-    target: Tensor  # (S, D) the target's features
-    draft: Tensor  # (K, S, D) the passes' predictions of them
-    tokens: list[int]  # (S,) the last token before each feature
-    following: list[int]  # (S,) the next token of the text, which the feature predicts
-
-
 class Dashboard(lightning.Callback):
     """Fills TensorBoard's other tabs; with a different logger, or none, it does nothing.
 
-    Each validation writes a figure and a histogram for each depth; training steps write nothing. The projector is
-    written when training ends, in about 20 bytes x D x slots x (K + 1).
-
-    Args:
-        slots: slots of the last validation that the projector shows.
+    Each validation writes a figure and a histogram for each depth; training steps write nothing.
     """
 
-    @check_numbers
-    def __init__(self, slots: Count = 40):
-        self.slots = slots
-        self.deep_slots: DeepSlots | None = None
+    def __init__(self):
         self.start: dict[str, float] = {}  # scalars before the first step
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
@@ -63,12 +42,6 @@ class Dashboard(lightning.Callback):
         *start, self.end = hparams(collect_hyperparameters(trainer, pl_module), dict.fromkeys([*COLUMNS, *by_depth]))
         for summary in start:
             writer._get_file_writer().add_summary(summary)
-
-    def on_validation_batch_end(
-        self, trainer, pl_module: SpecialistTraining, outputs: dict, batch: Batch, batch_idx: int, dataloader_idx=0
-    ) -> None:
-        if batch_idx == 0 and writer_of(trainer) is not None and pl_module.val_metrics.drift is not None:
-            self.deep_slots = pick_slots(outputs["predictions"], batch, self.slots)
 
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (drift := pl_module.val_metrics.drift) is None:  # the draft predicts no feature
@@ -91,13 +64,8 @@ class Dashboard(lightning.Callback):
         writer.add_figure("val_pos_acc/by_position", figure, trainer.global_step)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if (writer := writer_of(trainer)) is None:
-            return
-        writer._get_file_writer().add_summary(self.end)
-        if self.deep_slots is not None:
-            spell = panels.load_speller(pl_module.draft.config.target.name)
-            features, labels = panels.make_points(*self.deep_slots, spell)
-            writer.add_embedding(features, labels, None, trainer.global_step, "features", list(panels.LABELS))
+        if (writer := writer_of(trainer)) is not None:
+            writer._get_file_writer().add_summary(self.end)
 
 
 def collect_hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) -> dict[str, str | float]:
@@ -135,17 +103,3 @@ def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:
     if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
         return None
     return next((logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
-
-
-def pick_slots(predictions: list[Tensor], batch: Batch, most: int) -> DeepSlots | None:
-    """At most `most` slots, spread over a batch; None where all K passes count at no slot."""
-    deep = (batch.counts[:, :-1] >= len(predictions)).nonzero()  # (slots, 2)
-    if not len(deep):
-        return None
-    rows, slots = deep[torch.linspace(0, len(deep) - 1, min(most, len(deep)), device=deep.device).long()].unbind(1)
-    return DeepSlots(
-        batch.features[rows, slots + 1].float().cpu(),
-        torch.stack([prediction[rows, slots] for prediction in predictions]).float().cpu(),
-        batch.tokens[rows, slots + 1].tolist(),
-        batch.tokens[rows, slots + 2].tolist(),
-    )

@@ -243,10 +243,9 @@ class SpecialistTraining(lightning.LightningModule):
 
     # --- validation ---
 
-    def validation_step(self, batch: Batch, batch_idx: int = 0) -> dict[str, list[Tensor]]:
+    def validation_step(self, batch: Batch, batch_idx: int = 0) -> None:
         losses, predictions = self._losses(batch, self.eval_depth)
         self.val_metrics.update(losses, predictions, batch, self._unrolled(batch, losses))
-        return {"predictions": predictions}  # for callbacks
 
     def on_validation_start(self) -> None:
         self.guard.check()

@@ -1,22 +1,13 @@
 """The contents of the dashboard as plain values, without a writer or a training."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
-import torch
-from huggingface_hub import try_to_load_from_cache
 from matplotlib.figure import Figure
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from poss_lightning import plots
 from poss_lightning.metrics import BINS
-from poss_lightning.target import embedded
 
 KINDS = ("unroll", "chain", "tree")  # of pos-acc
-LABELS = ("label", "token", "kind", "following", "slot", "__seq_next__")  # of a point; the last draws paths
-DECIMALS = 4  # of a point's coordinates
 
 CHARTS = {  # category, chart and tag; a tag that ends in / has a scalar for each depth, and their mean
     "τ: tokens per round": {
@@ -98,47 +89,3 @@ def draw_acceptance(logged: dict[str, float], depth: int, step: int, start: dict
     )
     figure.axes[0].set(xlim=(0.8, depth + 0.2), ylim=(0, 1))  # the same at every step
     return figure
-
-
-def make_points(
-    target: Tensor, draft: Tensor, tokens: list[int], following: list[int], spell: Callable[[int], str]
-) -> tuple[np.ndarray, list[tuple]]:
-    """Points of the projector, (S * (K + 1), D), and their `LABELS`: the target's features, then those of each depth.
-
-    A path leads from the target's feature of a slot through its depths. The arguments are those of `DeepSlots`, and
-    `spell`, which gives the text of a token.
-    """
-    words = [(spell(token), spell(later)) for token, later in zip(tokens, following, strict=True)]
-    labels = []
-    for depth in range(len(draft) + 1):
-        kind = f"depth {depth}" if depth else "target"
-        for slot, (token, later) in enumerate(words):
-            onward = slot + (depth + 1) * len(words) if depth < len(draft) else ""
-            labels.append((f"{token} @{depth or 'target'}", token, kind, later, slot, onward))
-    every = torch.cat([target, draft.flatten(0, 1)])
-    return every.double().numpy().round(DECIMALS), labels
-
-
-def load_speller(target: str) -> Callable[[int], str]:
-    """A function that gives the text of a token, or its id where the tokenizer is not here. It never downloads."""
-    file = _tokenizer_file(target)
-    if file is None:
-        return str
-    tokenizer = Tokenizer.from_file(str(file))
-
-    def spell(token: int) -> str:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        return repr(text)[1:-1].replace(" ", "·")  # tabs and newlines would break the table
-
-    return spell
-
-
-def _tokenizer_file(target: str) -> Path | None:
-    name = "tokenizer.json"
-    try:
-        folder = embedded.folder() if target == embedded.NAME else Path(target)
-        cached = None if folder.is_dir() else try_to_load_from_cache(target, name)
-    except (OSError, ValueError):  # the embedded target is not installed; not a hub id
-        return None
-    file = Path(cached) if isinstance(cached, str) else folder / name
-    return file if file.is_file() else None

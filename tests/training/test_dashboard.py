@@ -1,6 +1,5 @@
-"""TensorBoard: no chart is empty, each run is one row, and histograms and points agree with the scalars."""
+"""TensorBoard: no chart is empty, each run is one row, and histograms agree with the scalars."""
 
-import csv
 import re
 from types import SimpleNamespace
 
@@ -14,8 +13,6 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
-from tokenizers import Tokenizer
-from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
@@ -46,7 +43,7 @@ def fit(store, folder, logger, steps, callbacks=(), **options):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(slots=6), *callbacks],
+        callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(), *callbacks],
         default_root_dir=folder,
     )
     trainer.fit(training, data)
@@ -93,7 +90,7 @@ def test_histograms_agree_with_mean_drift(run):
 def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
     noted, tags = run.events.summary_metadata, run.events.Tags()["scalars"]
     assert not {"hp_metric", "epoch"} & set(tags)
-    assert [file.name for file in run.folder.iterdir() if file.is_dir()] == ["00020"]
+    assert not [file for file in run.folder.iterdir() if file.is_dir()]  # each would be a run of its own
     experiment = metadata.parse_experiment_plugin_data(noted[metadata.EXPERIMENT_TAG].plugin_data.content)
     row = metadata.parse_session_start_info_plugin_data(noted[metadata.SESSION_START_INFO_TAG].plugin_data.content)
     assert metadata.SESSION_END_INFO_TAG in noted
@@ -103,42 +100,6 @@ def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
     assert {info.name for info in experiment.hparam_infos} == set(row.hparams) >= {"start_from", "loss", "optimizer"}
     assert row.hparams["allocation"].string_value == "[2, 2]" and row.hparams["steps"].number_value == 20
     assert "learning_rate: 0.003" in (run.folder / "hparams.yaml").read_text()
-
-
-def test_the_projector_shows_the_same_slots_at_every_depth(run):
-    place = run.folder / "00020" / "features"
-    points = np.loadtxt(place / "tensors.tsv")
-    labels = list(csv.DictReader((place / "metadata.tsv").open(), delimiter="\t", quoting=csv.QUOTE_NONE))
-    assert points.shape == (6 * (DEPTH + 1), 32) and len(labels) == len(points)
-    for slot in range(6):
-        place = slot
-        for depth in range(DEPTH + 1):
-            label = labels[place]
-            kind = f"depth {depth}" if depth else "target"
-            assert (int(label["slot"]), label["kind"]) == (slot, kind)
-            assert (label["token"], label["following"]) == (labels[slot]["token"], labels[slot]["following"])
-            place = int(label["__seq_next__"] or -1)
-        assert place == -1
-
-
-def test_forged_tokens_are_one_line_of_text_in_the_projector(tiny_folder, tmp_path):
-    assert panels.load_speller("somebody/unknown")(7) == "7"  # its number, where the tokenizer is not at hand
-    forged = f"{FORGED}\t\n\r\u2028</script>"
-    tokenizer = Tokenizer.from_file(f"{tiny_folder}/tokenizer.json")
-    tokenizer.add_tokens([forged])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    token = tokenizer.token_to_id(forged)
-    features, labels = panels.make_points(
-        torch.zeros(2, 3), torch.ones(1, 2, 3), [token] * 2, [1] * 2, panels.load_speller(str(tmp_path))
-    )
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_embedding(features, labels, None, 1, "features", list(panels.LABELS))
-    lines = (
-        (tmp_path / "00001" / "features" / "metadata.tsv").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    )
-    spelt = FORGED.replace("\x1b", "\\x1b").replace(" ", "·") + r"\t\n\r\u2028</script>"
-    assert len(lines) == 1 + 4 and all(line.isprintable() for line in "".join(lines).split("\t"))
-    assert [line.split("\t")[1] for line in lines[1:]] == [spelt] * 4
 
 
 def test_nothing_is_rendered_as_markdown(run):
