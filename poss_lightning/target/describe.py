@@ -1,6 +1,7 @@
 """The spec, and the embedding and head, of a transformers model."""
 
 import hashlib
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,19 +49,26 @@ def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
         name=name,
         fingerprint=fingerprint(model),
         template=template,
-        hidden_size=config.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        **layer_sizes(config),
         vocab_size=head.weight.shape[0],
         context=min([config.max_position_embeddings, *short_lengths]),
         rope_theta=float(rope[0].get("rope_theta", 10000.0)),
-        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         logit_scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
         logit_cap=getattr(config, "final_logit_softcapping", None),
-        layers=config.num_hidden_layers,
     )
+
+
+def layer_sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of `TargetSpec` that the config of a language model states."""
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "heads": config.num_attention_heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "layers": config.num_hidden_layers,
+    }
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:

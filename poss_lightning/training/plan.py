@@ -8,6 +8,7 @@ import torch
 from poss_lightning.draft.config import DEFAULT_ALLOCATIONS, DraftConfig, Kind
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
+from poss_lightning.target.describe import layer_sizes
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft, step_flops
@@ -159,16 +160,10 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
     try:
         spec = TargetSpec(
             name=target,
-            hidden_size=text.hidden_size,
-            intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            heads=text.num_attention_heads,
-            kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+            **layer_sizes(text),
             vocab_size=text.vocab_size,
             context=text.max_position_embeddings,
             rope_theta=10000.0,  # not used here
-            norm_eps=getattr(text, "rms_norm_eps", 1e-6),
-            layers=text.num_hidden_layers,
         )
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{target}/config.json is not a language model's: {error}") from error
