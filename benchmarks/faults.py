@@ -5,15 +5,13 @@
 
 What a command leaves in the end must be what it leaves when nothing happens, byte by byte. `tests/support/faults.py`
 says what may happen, `tests/support/writers.py` which commands there are and what in their files depends on the time.
-When every case of every command was tried, processes are killed at random moments until the time is over.
 """
 
 import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -32,18 +30,18 @@ class Trials:
     name: str
     writer: Writer
     whole: dict[str, object]  # what it leaves when nothing happens
-    planned: Counter[str]  # cases by kind
-    coming: Iterator[Fault]
-    tried: Counter[str] = field(default_factory=Counter)
+    planned: list[Fault]
+    left: list[Fault]
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        kinds = [f"{kind} {count}/{self.planned[kind] or count}" for kind, count in sorted(self.tried.items())]
+        planned, left = (Counter(fault.kind for fault in faults) for faults in (self.planned, self.left))
+        kinds = [f"{kind} {count - left[kind]}/{count}" for kind, count in sorted(planned.items())]
         return f"{self.name:<12} {', '.join(kinds)}"
 
 
-def plan(writer: Writer, seen: Observed) -> list[Fault]:
-    """Every fault that can be counted."""
+def plan(seen: Observed) -> list[Fault]:
+    """Every fault at every file operation."""
     operations = list(enumerate(seen.operations, 1))
     appended = {number for (_, before), (number, here) in pairwise(operations) if before == here}  # line by line
     moments = [number for number, _ in operations if number not in appended]
@@ -55,42 +53,34 @@ def plan(writer: Writer, seen: Observed) -> list[Fault]:
     faults = [Fault("kill", number) for number in moments] + [Fault("torn", number) for number in written]
     faults += [Fault("full", number) for number in moments if seen.operations[number - 1].event in CREATES]
     faults += [Fault(kind, number) for kind in ("beside", "foreign") for number in moments]
-    if writer.processes == 1:
-        faults += [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
-    return faults
+    return faults + [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
 
 
 def prepare(name: str, place: Place, random: Random) -> Trials:
-    """The planned faults in random order, then kills at random moments."""
-    writer, start = WRITERS[name], time.monotonic()
-    seen = place.observe(writer)
-    took, faults = time.monotonic() - start, plan(writer, seen)
-
-    def coming() -> Iterator[Fault]:
-        yield from random.sample(faults, len(faults))
-        while True:
-            yield Fault("time", round(random.uniform(0, 1.1 * took), 3))
-
-    return Trials(name, writer, seen.whole, Counter(fault.kind for fault in faults), coming())
+    """The faults in random order."""
+    seen = place.observe(WRITERS[name])
+    faults = plan(seen)
+    return Trials(name, WRITERS[name], seen.whole, faults, random.sample(faults, len(faults)))
 
 
 def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[list[Trials], list[str]]:
-    """Try cases until the time is over, next of the command that has had the least of it; return also what failed."""
+    """Try cases until the time is over or none is left, next of the command that has had the least of it.
+
+    Returns also what failed.
+    """
     random, wrong = Random(seed), []
     with tqdm(total=round(60 * minutes), unit="s", desc="faults", mininterval=1 if sys.stderr.isatty() else 60) as bar:
         trials = [prepare(name, place, random) for name in names]
         began = time.monotonic()  # else a short run would try nothing
-        while (elapsed := time.monotonic() - began) < 60 * minutes:
+        while (elapsed := time.monotonic() - began) < 60 * minutes and any(one.left for one in trials):
             bar.update(min(round(elapsed), bar.total) - bar.n)
-            unfinished = [one for one in trials if one.tried.total() < one.planned.total()]
-            one = min(unfinished or trials, key=lambda one: one.seconds)
-            fault, start = next(one.coming), time.monotonic()
+            one = min((one for one in trials if one.left), key=lambda one: one.seconds)
+            fault, start = one.left.pop(), time.monotonic()
             bar.set_postfix_str(f"{len(wrong)} wrong, {one.name} {fault}", refresh=False)
             if problem := place.check(one.writer, fault, one.whole):
                 wrong.append(f"python -m benchmarks.faults {one.name} {fault}\n    {problem}")
                 bar.write(wrong[-1], file=sys.stderr)
             one.seconds += time.monotonic() - start
-            one.tried[fault.kind] += 1
     return trials, wrong
 
 
@@ -99,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("command", nargs="?", choices=WRITERS, help="only this one")
     parser.add_argument("fault", nargs="?", type=Fault.parse, help="only this one, as KIND:AT")
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--seed", type=int, default=0, help="for the order and for random moments")
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
     options = parser.parse_args(arguments)
     names = [options.command] if options.command else list(WRITERS)
     with TemporaryDirectory(prefix="poss-faults-") as folder:
@@ -109,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(place.check(writer, options.fault, place.observe(writer).whole))
         trials, wrong = soak(options.minutes, names, options.seed, place)
     print(*(f"  {one}" for one in trials), sep="\n")
-    print(f"  {sum(one.tried.total() for one in trials)} cases, {len(wrong)} wrong")
+    print(f"  {sum(len(one.planned) - len(one.left) for one in trials)} cases, {len(wrong)} wrong")
     if wrong:
         sys.exit("\n".join(["these went wrong:", *wrong]))
 

@@ -37,9 +37,7 @@ TOOLS = {
 }
 REMOVED_COMMANDS = {
     "answer": "synthesize --prompts",
-    "test": "validate",
     "histogram": "compare",
-    "report": "compare --html",
 }
 
 

@@ -7,7 +7,6 @@ import json
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
@@ -21,25 +20,20 @@ from poss_lightning.evaluation.records import PLAIN, read_records
 from poss_lightning.extract import extract
 from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
-from poss_lightning.ranges import Amount, Count, Size, Tokens, check_numbers
+from poss_lightning.ranges import Amount, check_numbers
 from poss_lightning.reports.compare import WIDTH, show
 from poss_lightning.reports.findings import Findings, find
 from poss_lightning.reports.page import write_page
 from poss_lightning.reports.summary import group
 from poss_lightning.reports.tables import overview, verdict
 from poss_lightning.target.model import Target, causal_ancestors
-from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.fit import fit_once
-from poss_lightning.work import differences
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 CONVERSATION_TOKENS = 280  # of a conversation of the shipped corpus
 STEP_TOKENS = 3100  # tokens read by the embedded target in the time of a training step (`flops.step_flops`)
-SUITES, DRAFTS, BASELINE_QUESTIONS = (
-    6,
-    4,
-    2,
-)  # questions of the benchmark, by kind of decoding
+METHODS, SUITES = 6, 8  # four drafts and two baselines; six suites, and one more in float32, at half the rate
+VOCABULARY = 32768  # most tokens that the trained drafts may propose: the most common in the corpus
 MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}  # on a GPU, on a CPU that multiplies bfloat16 fast, on another
 SPARE = 0.75  # share of these minutes that is planned with
 OVERHEAD = 60  # seconds to load the target a few times, validate, measure trees and write the page
@@ -55,6 +49,13 @@ class Sizes(NamedTuple):
     steps: int  # of the training of each draft
     limit: int  # questions of each suite
     max_new_tokens: int  # of an answer, at most
+
+    def seconds(self, read: float, write: float) -> float:
+        """How long the demo takes, roughly, with a target that reads and writes so many tokens a second."""
+        extracting = 1.3 * self.conversations * CONVERSATION_TOKENS / read
+        training = 2 * self.steps * STEP_TOKENS / read
+        answering = METHODS * SUITES * self.limit * self.max_new_tokens / write
+        return extracting + training + answering + OVERHEAD
 
     def __str__(self) -> str:
         return (
@@ -75,13 +76,6 @@ LADDER = (
 )
 
 
-class Speed(NamedTuple):
-    """Tokens a second of a target on this machine."""
-
-    read: float  # many at once
-    write: float  # by plain decoding
-
-
 @check_numbers
 def demo(
     out: str = "runs/demo",
@@ -89,11 +83,6 @@ def demo(
     start_from: str = "embedded-hass",
     trained: str | None = "embedded-poss2",
     minutes: Amount | None = None,
-    conversations: Count | None = None,
-    steps: Count | None = None,
-    limit: Count | None = None,
-    max_new_tokens: Tokens | None = None,
-    vocabulary_size: Size = 32768,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
@@ -109,35 +98,29 @@ def demo(
         start_from: the single layer to train further: draft folder, hub id or shipped draft.
         trained: a draft to decode with as it is; null for none.
         minutes: limit; by default 6 on a CPU that multiplies bfloat16 fast, 15 on any other, 3 on a GPU.
-        conversations: number taken from the shipped corpus; this and the next three are by default what the minutes
-            allow.
-        steps: training steps of each draft.
-        limit: questions of each of the six suites.
-        max_new_tokens: most tokens of an answer.
-        vocabulary_size: how many tokens the trained drafts may propose, the most common in the corpus.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), one of these, or a GPU by its number, as cuda:1.
     """
     check_folder(out, NOTE)
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
-    options = {"conversations": conversations, "steps": steps, "limit": limit, "max_new_tokens": max_new_tokens}
-    asked = {name: value for name, value in options.items() if value is not None}
     if (folder / NOTE).exists():
-        sizes, dtype = resume_demo(folder, asked if dtype == "auto" else asked | {"dtype": dtype})
+        begun = json.loads((folder / NOTE).read_text())
+        sizes, dtype = Sizes(**begun["sizes"]), begun["dtype"] if dtype == "auto" else dtype
+        print(f"{folder} resumes as it was begun: {sizes}")
     else:
         model = Target.load(target, dtype, device)
-        _check_fit(model.spec, [start_from, trained], vocabulary_size)
-        sizes, dtype = plan_sizes(folder, model, minutes, asked), model.dtype_name
+        _check_drafts(model, start_from, trained)
+        sizes, dtype = plan_sizes(folder, model, minutes), model.dtype_name
         del model  # each stage loads its own
 
     store = str(folder / "features")
     _say(1, f"the target reads {sizes.conversations} conversations and keeps its features")
     extract(str(CORPUS), store, target, limit=sizes.conversations, dtype=dtype, device=device)
     _say(2, f"the layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
-    training = {"store": store, "size": vocabulary_size, "steps": sizes.steps, "start": start_from}
-    hass = _fit(folder, "hass", **training, dtype=dtype, device=device)
+    training = {"store": store, "start": start_from, "steps": sizes.steps, "dtype": dtype, "device": device}
+    hass = _fit(folder, "hass", **training)
     _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
-    poss2 = _fit(folder, "poss2", **training, dtype=dtype, device=device)
+    poss2 = _fit(folder, "poss2", **training)
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
     one, many = f"your HASS, {sizes.steps} steps from it", f"your PosS-2, {sizes.steps} steps from it"
     drafts = {_name(start_from): start_from} | ({_name(trained): trained} if trained else {}) | {one: hass, many: poss2}
@@ -172,55 +155,37 @@ def _name(draft: str) -> str:
     return f"{'shipped ' * (draft in shipped())}{'one layer' if layers == 1 else 'specialists'} ({named})"
 
 
-def _check_fit(target: TargetSpec, drafts: list[str | None], vocabulary_size: int) -> None:
-    """Raise ValueError if a draft, or the vocabulary of those to be trained, does not fit the target."""
-    if vocabulary_size > target.vocab_size:
-        most = target.vocab_size
-        raise ValueError(f"vocabulary_size is {vocabulary_size}; it must lie between 1 and the target's {most}")
+def _check_drafts(target: Target, *drafts: str | None) -> None:
+    """Raise ValueError if a draft was trained for a different target."""
     for draft in filter(None, drafts):
-        if difference := Specialists.from_pretrained(draft).config.target.difference(target):
+        if difference := Specialists.from_pretrained(draft).config.target.difference(target.spec):
             raise ValueError(f"draft {draft} was trained for a different target: {difference}")
 
 
 # --- how much of it ---
 
 
-def resume_demo(folder: Path, asked: Mapping[str, int | str]) -> tuple[Sizes, str]:
-    """Sizes and dtype that the demo in `folder` was begun with. Raises ValueError if different ones are asked for."""
-    note = json.loads((folder / NOTE).read_text())
-    earlier = note["sizes"] | {"dtype": note["dtype"]}
-    if changed := differences({name: earlier[name] for name in asked}, asked):
-        raise ValueError(
-            f"{folder} was begun with {'; '.join(changed)}: resume without these options, or choose another --out"
-        )
-    sizes = Sizes(**note["sizes"])
-    print(f"{folder} resumes as it was begun: {sizes}")
-    return sizes, note["dtype"]
-
-
-def plan_sizes(folder: Path, target: Target, minutes: float | None, asked: Mapping[str, int]) -> Sizes:
-    """Choose how much the demo does in these minutes, beside what is asked for; print it and note it in `folder`."""
-    speed, device, dtype = measure_speed(target), target.device, target.dtype_name
+def plan_sizes(folder: Path, target: Target, minutes: float | None) -> Sizes:
+    """Choose how much the demo does in these minutes, print it and note it in `folder`."""
+    device, dtype = target.device, target.dtype_name
     minutes = minutes or MINUTES.get(dtype if device.type == "cpu" else "gpu", MINUTES["float32"])
-    ladder = list(dict.fromkeys(sizes._replace(**asked) for sizes in LADDER))
-    fitting = (sizes for sizes in ladder if expected_seconds(sizes, speed) <= 60 * minutes * SPARE)
-    sizes = next(fitting, ladder[-1])
+    read, write = measure_speed(target)
+    fitting = (sizes for sizes in LADDER if sizes.seconds(read, write) <= 60 * minutes * SPARE)
+    sizes = next(fitting, LADDER[-1])
     print(
-        f"{device}, {dtype}: the target reads {speed.read:,.0f} tokens/s and writes {speed.write:.1f}.\n"
-        f"This takes about {_minutes(expected_seconds(sizes, speed))}: {sizes}."
+        f"{device}, {dtype}: the target reads {read:,.0f} tokens/s and writes {write:.1f}.\n"
+        f"This takes about {_minutes(sizes.seconds(read, write))}: {sizes}."
     )
-    if sizes != ladder[0]:
-        usual = _minutes(expected_seconds(ladder[0], speed))
-        print(f"Made smaller for this machine, from {ladder[0]} (about {usual}).")
+    if sizes != LADDER[0]:
+        print(f"Made smaller for this machine, from {LADDER[0]} (about {_minutes(LADDER[0].seconds(read, write))}).")
     with atomic(folder / NOTE) as path:
-        facts = {"sizes": sizes._asdict(), "dtype": dtype, "speed": speed._asdict()}
-        path.write_text(json.dumps(facts, indent=1) + "\n")
+        path.write_text(json.dumps({"sizes": sizes._asdict(), "dtype": dtype}, indent=1) + "\n")
     return sizes
 
 
 @torch.inference_mode()
-def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> Speed:
-    """Read some tokens, and write some one by one."""
+def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> tuple[float, float]:
+    """Tokens a second that a target reads, many at once, and that it writes, one by one."""
     tokens = min(tokens, target.spec.context - steps)
     text = torch.arange(tokens, device=target.device)[None] % target.spec.vocab_size
     cache = target.new_cache(1, tokens + steps)
@@ -234,17 +199,7 @@ def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> Speed:
 
     works = {"read": lambda: target.text_features(text), "write": write_tokens}
     seconds = best_seconds(works, device=target.device)
-    return Speed(tokens / seconds["read"], steps / seconds["write"])
-
-
-def expected_seconds(sizes: Sizes, speed: Speed) -> float:
-    """How long the demo takes, roughly."""
-    extracting = 1.3 * sizes.conversations * CONVERSATION_TOKENS / speed.read
-    training = 2 * sizes.steps * STEP_TOKENS / speed.read
-    answers = (
-        sizes.limit * (SUITES + 2) * (DRAFTS + BASELINE_QUESTIONS)
-    )  # those of one suite again in float32, at half the rate
-    return extracting + training + answers * sizes.max_new_tokens / speed.write + OVERHEAD
+    return tokens / seconds["read"], steps / seconds["write"]
 
 
 def _minutes(seconds: float) -> str:
@@ -254,9 +209,10 @@ def _minutes(seconds: float) -> str:
 # --- its stages ---
 
 
-def _fit(folder: Path, name: str, *, store: str, size: int, steps: int, start: str, dtype: str, device: str) -> str:
+def _fit(folder: Path, name: str, *, store: str, start: str, steps: int, dtype: str, device: str) -> str:
     """Train one draft, unless that is done, and return its folder."""
     place = torch.device(device)
+    size = min(VOCABULARY, Specialists.from_pretrained(start).config.target.vocab_size)
     numbered = {} if place.index is None else {"devices": [place.index]}
     options = {
         "data": {"store": store},

@@ -1,21 +1,8 @@
 """`poss demo` from end to end on a tiny random target, and how it is made smaller for slow machines."""
 
-from pathlib import Path
-
 import pytest
 
-from poss_lightning.demo import (
-    LADDER,
-    SPARE,
-    Sizes,
-    Speed,
-    _fit,
-    demo,
-    expected_seconds,
-    measure_speed,
-    plan_sizes,
-    resume_demo,
-)
+from poss_lightning.demo import LADDER, SPARE, Sizes, _fit, demo, measure_speed, plan_sizes
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
@@ -29,8 +16,8 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     tiny_tokenizer().save_pretrained(target)
     tiny_draft(Target.load(str(target), "float32"), [6], depth=1).save_pretrained(tmp_path / "single")
     drafts = {"start_from": str(tmp_path / "single"), "trained": str(tmp_path / "single")}
-    sizes = {"conversations": 60, "steps": 2, "limit": 1, "max_new_tokens": 4, "vocabulary_size": 100}
-    demo(str(folder), str(target), **drafts, **sizes)
+    monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 2, 1, 4),))
+    demo(str(folder), str(target), **drafts)
     assert (folder / "report.html").is_file()
     assert {record.method for record in read_records(folder / "benchmark")} == {
         "plain",
@@ -44,48 +31,35 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     assert len(end) <= 20 and max(map(len, end[:10])) <= 80  # a screen
     assert "Output check (float32): " in "\n".join(end) and "answers equal plain decoding's." in "\n".join(end)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    demo(str(folder), str(target), **drafts, **sizes)
+    demo(str(folder), str(target), **drafts, minutes=99)
+    assert "resumes as it was begun: 60 conversations, 2 training steps per draft" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    with pytest.raises(ValueError, match="was begun with steps 2, now 3: resume without these options, or choose"):
-        demo(str(folder), str(target), **drafts, **sizes | {"steps": 3})
+    with pytest.raises(ValueError, match=r"holds a different store \(dtype '\w+', now 'float16'\)"):
+        demo(str(folder), str(target), **drafts, dtype="float16")
 
 
 @pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:1", [1])])
-def test_it_trains_on_the_device_that_it_decodes_on(device, devices, tmp_path, monkeypatch):
-    given = []
+def test_it_trains_on_the_device_that_it_decodes_on(device, devices, target, tmp_path, monkeypatch):
+    given, start = [], str(tmp_path / "start")
+    tiny_draft(target, [6]).save_pretrained(start)
     monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, *layers: given.append(layers[-1]))
-    _fit(tmp_path, "hass", store="", size=8, steps=1, start="", dtype="float32", device=device)
+    _fit(tmp_path, "hass", store="", start=start, steps=1, dtype="float32", device=device)
     trainer = given[0]["trainer"]
     assert (trainer["accelerator"], trainer.get("devices")) == (device.split(":")[0], devices)
 
 
-@pytest.fixture
-def planned(monkeypatch, target, tmp_path):
-    """Plans the demo for a CPU that multiplies float32 fast, so many times slower than a usual one."""
-
-    def run(slower: float, folder: Path = tmp_path, **asked: int) -> tuple[Sizes, Speed]:
-        speed = Speed(read=2000 / slower, write=40 / slower)
-        monkeypatch.setattr("poss_lightning.demo.measure_speed", lambda target: speed)
-        return plan_sizes(folder, target, None, asked), speed
-
-    return run
-
-
-@pytest.mark.parametrize("slower", [1, 3, 8])
-def test_the_largest_sizes_that_fit_the_minutes_are_taken(planned, slower):
-    sizes, speed = planned(slower)
-    larger, most = LADDER[: LADDER.index(sizes)], 15 * 60 * SPARE
-    assert all(expected_seconds(each, speed) > most for each in larger)
-    assert expected_seconds(sizes, speed) <= most or sizes == LADDER[-1]
-
-
-def test_smaller_sizes_are_announced_and_sizes_asked_for_are_kept(planned, tmp_path, capsys):
-    assert planned(0.1)[0] == LADDER[0] and "smaller" not in capsys.readouterr().out
-    sizes, _ = planned(8, tmp_path / "slow", steps=40)
+@pytest.mark.parametrize("slower", [0.1, 1, 3, 8])
+def test_the_largest_sizes_that_fit_the_minutes_are_taken(slower, target, tmp_path, monkeypatch, capsys):
+    """On a CPU that multiplies float32 fast, so many times slower than a usual one."""
+    speed = (2000 / slower, 40 / slower)
+    monkeypatch.setattr("poss_lightning.demo.measure_speed", lambda target: speed)
+    sizes, most = plan_sizes(tmp_path, target, None), 15 * 60 * SPARE
+    assert all(each.seconds(*speed) > most for each in LADDER[: LADDER.index(sizes)])
+    assert sizes.seconds(*speed) <= most or sizes == LADDER[-1]
     printed = capsys.readouterr().out
-    assert "cpu, float32: the target reads 250 tokens/s and writes 5.0." in printed
-    assert "Made smaller for this machine, from 200 conversations, 40 training steps per draft" in printed
-    assert sizes.steps == 40 and resume_demo(tmp_path / "slow", {"steps": 40}) == (sizes, "float32")
+    assert f"cpu, float32: the target reads {speed[0]:,.0f} tokens/s and writes {speed[1]:.1f}." in printed
+    smaller = "Made smaller for this machine, from 200 conversations, 40 training steps per draft"
+    assert (smaller in printed) == (sizes != LADDER[0])
 
 
 def test_a_machine_is_measured(target):

@@ -72,7 +72,7 @@ REFUSED = {  # what each command checks last, when it has loaded everything
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "compare": (),
-    "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft"),
+    "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft-of-another"),
 }
 
 
@@ -82,4 +82,4 @@ def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
     arguments = [text.replace("{inputs}", str(inputs)) for text in (*WRITERS[command][0], name, *REFUSED[command])]
     with unchanged(tmp_path, inputs):
         result = run_in(tmp_path, command, *arguments)
-    says(result, command, "vocabulary_size is 32768; it must lie between 1 and the target" if command == "demo" else "")
+    says(result, command, "")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from poss_lightning.demo import demo
+from poss_lightning.demo import Sizes, demo
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.reports.summary import group
 from tests.support.talks import shortened
@@ -14,7 +14,8 @@ def test_the_demo_runs_and_is_exact_in_float32(device, tmp_path, monkeypatch):
     """With graphs, `tree: auto` and the device's own dtype; on a GPU in bf16-mixed, through FlexAttention."""
     monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
     folder, limit = tmp_path / "demo", 4 if device.type == "cpu" else 64
-    demo(str(folder), conversations=60, steps=2, limit=1, max_new_tokens=limit, device=str(device))
+    monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 2, 1, limit),))
+    demo(str(folder), device=str(device))
     assert (folder / "report.html").is_file()
     methods = group(read_records(folder / "exact"))
     plain = methods.pop("plain")

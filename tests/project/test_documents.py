@@ -2,7 +2,6 @@
 
 import functools
 import json
-import pydoc
 import re
 import shlex
 import shutil
@@ -29,7 +28,6 @@ from tests.support.documents import (
     commands,
     everywhere,
     files,
-    messages,
     parsed,
     shell,
 )
@@ -71,17 +69,6 @@ def sweeps(text: str) -> list[str]:
     return [name for name in files(text) if name.endswith("sweep.yaml")]
 
 
-# --- every message of troubles.md is in the code ---
-
-
-def test_the_messages_of_troubles_are_in_the_code():
-    text, known = page("troubles.md"), messages()
-    table = re.findall(r"^\| `(.+?)` \|", text.partition("\n## ")[0], re.MULTILINE)
-    assert len(table) > 20
-    patterns = {shown: re.compile(".*".join(map(re.escape, shown.split("…")))) for shown in table}
-    assert [shown for shown, pattern in patterns.items() if not any(map(pattern.search, known))] == []
-
-
 # --- every command parses ---
 
 
@@ -120,13 +107,6 @@ def test_every_command_and_experiment_parses_and_names_files_that_exist(document
         experiment = Sweep.load(here / file)
         for cell in experiment.cells(here)[: len(experiment.choices)]:
             parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
-
-
-def test_the_test_files_that_documents_name_exist():
-    existing = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = {document.name: {*re.findall(r"\btest_\w+\.py\b", document.read_text())} for document in DOCUMENTS}
-    missing = {name: files - existing for name, files in named.items()}
-    assert not any(missing.values()), missing
 
 
 # --- what a document shows as output is printed ---
@@ -246,14 +226,3 @@ def test_the_family_of_the_worked_example_is_tested():
     (example,) = [block.text for block in blocks(page("extending.md"), "python") if "FAMILIES" in block.text]
     exec(example, given := {})
     assert given["FAMILIES"].items() <= families.FAMILIES.items()
-
-
-def test_the_pages_of_the_api_name_what_exists():
-    named = [
-        (page.name, line.removeprefix("::: "))
-        for page in (ROOT / "docs" / "api").glob("*.md")
-        for line in page.read_text().splitlines()
-        if line.startswith("::: ")
-    ]
-    assert len(named) > 30
-    assert not [each for each in named if pydoc.locate(each[1]) is None]

@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from poss_lightning.draft.folder import SHIPPED, shipped
-from poss_lightning.target import embedded
 from tests.support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,24 +111,11 @@ def test_imports_go_in_no_circle():
     assert list(TopologicalSorter(graph).static_order())  # else a CycleError names the circle
 
 
-def test_only_the_command_line_reads_arguments():
-    """Functions call functions: nothing in the package runs a command."""
-    texts = {path.name: path.read_text() for path in (ROOT / PACKAGE).rglob("*.py") if path.name != "cli.py"}
-    assert not [name for name, text in texts.items() if "cli.run" in text]
-
-
 def test_environment_lists_the_dependencies_of_pyproject():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert pip["pip"] == project["dependencies"]
     assert conda == [f"python{project['requires-python']}", "pip"]
-
-
-def test_what_a_first_day_needs_is_named():
-    assert f"`{embedded.INSTALL}`" in (ROOT / "README.md").read_text()
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = re.findall(r"\.\[(\w+)\]", (ROOT / "notebooks" / "README.md").read_text())
-    assert named == ["notebooks"] and any(line.startswith("jupyterlab") for line in extras["notebooks"])
 
 
 READ = (  # files that the package reads

@@ -18,7 +18,6 @@ from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import public, split_rounds
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.tables import overview
-from tests.support import look
 from tests.support.lab import CHOICES, write_lab, write_records
 from tests.support.synthetic import make_records
 
@@ -154,13 +153,6 @@ def test_methods_are_defined_below_the_title(tmp_path):
 def test_a_page_is_named_html(tmp_path):
     with pytest.raises(ValueError, match=r"README.md; its name must end in .html"):
         compare(str(tmp_path / "run"), html=str(tmp_path / "README.md"))
-
-
-@pytest.mark.skipif(look.find_browser() is None, reason="no Chromium here")
-def test_a_browser_finds_nothing_wrong_on_a_phone(lab, hostile, tmp_path):
-    for place, page in enumerate((lab[1], hostile)):
-        (tmp_path / f"{place}.html").write_text(page, encoding="utf-8")
-        assert not look.look(tmp_path / f"{place}.html")
 
 
 # --- decoded text ---

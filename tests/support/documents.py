@@ -1,6 +1,5 @@
-"""Commands of `poss` and `make`, files and blocks in a Markdown document; and messages in the code."""
+"""Commands of `poss` and `make`, files and blocks in a Markdown document."""
 
-import ast
 import functools
 import inspect
 import re
@@ -48,24 +47,6 @@ class Command(NamedTuple):
 
     def __str__(self) -> str:
         return f"line {self.line}: {shlex.join([self.program, *self.words])}"
-
-
-def messages() -> list[str]:
-    """Every text in the package's code but its docstrings, with … for each value that is inserted."""
-    trees = (ast.parse(path.read_text()) for path in (ROOT / "poss_lightning").rglob("*.py"))
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
-    texts = (_text(node) for node in nodes if node not in docstrings)
-    return [re.sub(r"%(s|d|\.\d+f)", "…", text) for text in texts if text]
-
-
-def _text(node: ast.AST) -> str | None:
-    """The text of a string or f-string."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)
 
 
 def blocks(text: str, language: str) -> list[Block]:

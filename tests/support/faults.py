@@ -5,7 +5,6 @@ An audit hook sees and counts every file operation below the command's folder be
   kill:N       the process ends before its N-th operation
   foreign:N    the same, and then somebody puts files into every folder, and beside what is written
   torn:N       the same, and the file that it was writing has half of its bytes
-  time:S       the process is killed after S seconds
   full:N       from the N-th operation on, the disk is full
   limit:BYTES  no file may become larger
   beside:N     the process stops before its N-th operation, while another one runs the same command
@@ -21,10 +20,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from poss_lightning import cli
@@ -44,15 +42,15 @@ class Operation(NamedTuple):
 
 class Fault(NamedTuple):
     kind: str
-    at: float
+    at: int
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.at:g}" if self.kind == "time" else f"{self.kind}:{self.at:.0f}"
+        return f"{self.kind}:{self.at}"
 
     @classmethod
     def parse(cls, text: str) -> "Fault":
         kind, _, at = text.partition(":")
-        return cls(kind, float(at))
+        return cls(kind, int(at))
 
 
 class Outcome(NamedTuple):
@@ -75,22 +73,13 @@ class Outcome(NamedTuple):
 class Child:
     """A forked process that runs `poss` in a folder, and meets the fault if one is given."""
 
-    def __init__(
-        self,
-        folder: Path,
-        arguments: list[str],
-        fault: Fault | None = None,
-        *,
-        record: Path | None = None,
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ):
+    def __init__(self, folder: Path, arguments: list[str], fault: Fault | None = None, record: Path | None = None):
         reading, writing = os.pipe()
         sys.stdout.flush()
         self.pid, self._pipe, self._text = os.fork(), reading, b""
         if not self.pid:
             for stream in (1, 2):
                 os.dup2(writing, stream)
-            os.environ.update(environment)
             _run(folder, arguments, fault, record)
         os.close(writing)
 
@@ -190,10 +179,8 @@ def _absolute(event: str, arguments: tuple) -> str:
 
 def arm(fault: Fault, folder: Path) -> None:
     """Make this process meet the fault."""
-    if fault.kind == "time":
-        signal.setitimer(signal.ITIMER_REAL, fault.at)  # SIGALRM, which nobody handles, ends the process
-    elif fault.kind == "limit":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(fault.at), resource.RLIM_INFINITY))
+    if fault.kind == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (fault.at, resource.RLIM_INFINITY))
     else:
         number, written = 0, folder
 

@@ -4,10 +4,8 @@ import contextlib
 import json
 import re
 import shutil
-import signal
-import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +64,6 @@ class Writer(NamedTuple):
     arguments: tuple[str, ...]
     copies: tuple[str, ...] = ()  # inputs to copy into that folder
     again: Callable[[Path], list[str]] = lambda folder: []  # further arguments to resume with
-    processes: int = 1
 
     @property
     def command(self) -> str:
@@ -104,7 +101,6 @@ WRITERS = {
     "replay": line("replay store out --drafts.d={inputs}/draft ON", (STORE,)),
     "compare": line("compare {inputs}/records --html=out.html"),
     "fit": Writer(FIT_LINE, (STORE,), resume_fit),
-    "fit-two": Writer((*FIT_LINE, "--trainer.devices=2", "--trainer.strategy=ddp"), (STORE,), resume_fit, processes=2),
     "sweep": line("sweep .", (STORE, "sweep.yaml")),
 }
 MADE = {  # inputs that a command makes, by name, if one of the above needs them
@@ -150,11 +146,11 @@ class Place:
         tqdm.monitor_interval = 0
         write_inputs(self.inputs)
 
-    def start(self, writer: Writer, fault: Fault | None = None, more: Sequence[str] = (), **options: Any) -> Child:
-        return Child(self.work, self._arguments(writer, more), fault, **options)
+    def start(self, writer: Writer, fault: Fault | None = None, record: Path | None = None) -> Child:
+        return Child(self.work, self._arguments(writer), fault, record)
 
-    def _arguments(self, writer: Writer, more: Sequence[str] = ()) -> list[str]:
-        return [each.replace("{inputs}", str(self.inputs)) for each in [*writer.arguments, *more]]
+    def _arguments(self, writer: Writer) -> list[str]:
+        return [each.replace("{inputs}", str(self.inputs)) for each in writer.arguments]
 
     def _make_inputs(self, writer: Writer) -> None:
         named = re.findall(r"\{inputs\}/(\w+)", " ".join(writer.arguments))
@@ -172,36 +168,12 @@ class Place:
             copy = shutil.copytree if (self.inputs / name).is_dir() else shutil.copyfile
             copy(self.inputs / name, self.work / name)
 
-    def run(self, writer: Writer, fault: Fault | None = None, more: Sequence[str] = ()) -> Outcome:
-        """The outcome; of two processes the second meets the fault, and the first ends with it."""
-        if writer.processes == 1:
-            return self.start(writer, fault, more).end()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-        ranks = [
-            self.start(
-                writer,
-                fault if rank == "1" else None,
-                more,
-                environment={**shared, "RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0"},
-            )
-            for rank in "01"
-        ]
-        first, second = ranks
-        if (outcome := second.end()).code:
-            first.kill()
-        return max(first.end(), outcome, key=lambda each: abs(each.code)) if not outcome.code else outcome
-
     def observe(self, writer: Writer) -> Observed:
         """Run the command without a fault; this process then imports what that did."""
         self._make_inputs(writer)
         self.fresh(writer)
-        if writer.processes > 1:
-            outcome, operations, modules = self.run(writer), [], []
-        else:
-            outcome = self.start(writer, record=self._record).end()
-            operations, modules = recorded(self._record)
+        outcome = self.start(writer, record=self._record).end()
+        operations, modules = recorded(self._record)
         assert not outcome.code, outcome.text
         for name in set(modules) - set(sys.modules):
             with contextlib.suppress(Exception):  # some modules can only be imported by others
@@ -222,10 +194,9 @@ class Place:
 
     def _meet(self, writer: Writer, fault: Fault) -> str | None:
         """Problems of the run that meets the fault."""
-        outcome = self.run(writer, fault)
-        if fault.kind in ("kill", "torn", "time", "foreign"):
-            ended = (KILLED, -signal.SIGKILL) if fault.kind != "time" else (0, -signal.SIGALRM, -signal.SIGKILL)
-            return None if outcome.code in ended else f"ended with {_shown(outcome)}"
+        outcome = self.start(writer, fault).end()
+        if fault.kind in ("kill", "torn", "foreign"):
+            return None if outcome.code == KILLED else f"ended with {_shown(outcome)}"
         if outcome.code and not outcome.is_refusal(writer.command):
             return f"ended without a clear line: {_shown(outcome)}"
         if torn := [str(path) for path in self.work.rglob("*.tmp")]:
@@ -248,7 +219,7 @@ class Place:
 
     def _resume(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> str | None:
         """Problems of the same command, given again; it may refuse if files of others are in its way."""
-        outcome = self.run(writer, more=writer.again(self.work))
+        outcome = Child(self.work, [*self._arguments(writer), *writer.again(self.work)]).end()
         if lost := [path for path, text in planted.items() if not path.is_file() or path.read_text() != text]:
             return f"took files of others for its own: {[str(path.relative_to(self.work)) for path in lost]}"
         if planted and re.search(FOREIGN, outcome.last):
