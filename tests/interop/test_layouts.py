@@ -164,7 +164,7 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     mrope = CONFIG | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope, mrope):
-        config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec)
+        config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
 

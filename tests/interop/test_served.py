@@ -62,7 +62,7 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
         assert (tensors["d2t"] + torch.arange(len(SOME))).equal(SOME)
         assert kind == "eagle3" or tensors["lm_head.weight"].equal(target.embed_head.head[SOME])
     back = Specialists(draft.config, vocabulary)
-    back.load_state_dict(to_ours(tensors, draft.config, layout, SOME).state)
+    back.load_state_dict(to_ours(tensors, draft.config, layout, SOME, target.embed_head).state)
     generator = torch.Generator().manual_seed(0)
     embedded, inputs = (torch.randn(9, width, generator=generator) for width in (D, draft.fc.in_features))
     inputs = inputs if draft.config.reads_inner_layers else inputs[:, :D]

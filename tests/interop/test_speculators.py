@@ -122,5 +122,5 @@ def test_the_embedded_target_is_named_by_its_folder(deep, monkeypatch):
     published = settings.publish(draft.config, LAYOUTS["speculators"], draft.state_dict(), tied=True)
     for name, found in (("embedded", "/cache/smollm2"), ("OWNER/NAME", "OWNER/NAME")):
         monkeypatch.setattr(deep, "spec", replace(deep.spec, name=name))
-        made = speculators.nest(published, (2, 4, 5), 5, deep)
+        made = speculators.nest(published, draft.config, deep)
         assert made["speculators_config"]["verifier"]["name_or_path"] == found
