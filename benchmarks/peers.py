@@ -106,7 +106,7 @@ class Problem:
 
     def gradient_differences(self) -> dict[str, float]:
         """The relative difference of each parameter's gradients, after a step of both."""
-        names, peer = LAYOUTS["speculators"].number_names(1, 0), dict(self.peer.named_parameters())
+        names, peer = LAYOUTS["speculators"].number_names(self.draft.config), dict(self.peer.named_parameters())
         for name in BOTH:
             self.step(name)
         pairs = {

@@ -29,19 +29,9 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
         if file.is_file():
             return _load_file(file)
         if (index := Path(f"{file}.index.json")).is_file():
-            return {name: tensor for shard in _shards(index) for name, tensor in _load_file(shard).items()}
+            shards = sorted({*read_json(index).get("weight_map", {}).values()})
+            return {name: tensor for shard in shards for name, tensor in _load_file(folder / shard).items()}
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {PICKLED}, nor the index of their shards")
-
-
-def _shards(index: Path) -> list[Path]:
-    stored = read_json(index)
-    try:
-        names = sorted(set(stored["weight_map"].values()))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of shards: {type(error).__name__} {error}") from error
-    if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
-    return [index.parent / name for name in names]
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:

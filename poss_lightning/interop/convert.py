@@ -11,12 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.draft.config import published_format
-from poss_lightning.draft.folder import CONFIG, WEIGHTS, check_state, find_draft
+from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
-from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, SPEED, Layout, check_expressible, find_layout, refuse
-from poss_lightning.interop.tensors import Draft, check_frozen, complete, find_vocabulary, to_ours, to_theirs
+from poss_lightning.interop.layouts import LAYOUTS, METHODS, NUMBERED, Layout, check_expressible, find_layout, refuse
+from poss_lightning.interop.tensors import Draft, check_frozen, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 
@@ -86,10 +86,8 @@ def _load_published(source: str, input_format: str, given: list[int] | None, tar
     mismatch = f"{source} does not fit --input_format {input_format}"
     with _prefix_errors(mismatch):
         layout = _find_input_layout(input_format, stored, tensors)
-        published, positions = stored, settings.find_positions(stored) if layout.kind == "block" else None
-        if layout.nested:
-            published, positions = speculators.flatten(stored), speculators.find_default_positions(stored)
-        allocation = _find_allocation(layout, given, positions, tensors)
+        published = speculators.flatten(stored) if layout.nested else stored
+        allocation = _find_allocation(layout, given, stored, tensors)
     loaded = Target.load(target, dtype=None, device="cpu")
     with _prefix_errors(mismatch):
         return parse_published(published, tensors, layout, allocation, loaded), loaded
@@ -107,20 +105,16 @@ def parse_published(
     Raises:
         ValueError: they contradict each other, the layout, the allocation or the target.
     """
+    ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     layers = max(layout.count_layers(tensors), 1)
-    config = settings.parse_config(published, layout, allocation, target.spec, block_layers=layers)
-    tensors = complete(tensors, layout, config, target.embed_head)
+    config = settings.parse_config(published, layout, allocation, target.spec, len(ids), layers)
     check_frozen(tensors, target.embed_head, layout)
-    draft = to_ours(tensors, config, layout, find_vocabulary(tensors, layout, config))
-    if config.one_pass:
-        draft.state["mask"] = target.embed_head.embedding[config.mask_row].to(draft.state["fc.weight"].dtype)
-    check_state(draft.state)
-    return draft
+    return to_ours(tensors, config, layout, ids, target.embed_head)
 
 
 def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Collection[str]) -> Layout:
     """The layout of a published draft. Raises ValueError, with the right format, where its files are of another."""
-    found, layout, layers = published_format(stored), LAYOUTS[input_format], SPEED.count_layers(tensors)
+    found, layout, layers = published_format(stored), LAYOUTS[input_format], LAYOUTS["speed"].count_layers(tensors)
     right, why = input_format, ""
     if found in ("speculators", "dflash"):
         right, why = found, f"its config.json is of the {found} format"
@@ -139,13 +133,13 @@ def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Colle
 
 
 def _find_allocation(
-    layout: Layout, given: list[int] | None, positions: int | None, tensors: Collection[str]
+    layout: Layout, given: list[int] | None, stored: dict[str, Any], tensors: Collection[str]
 ) -> list[int]:
     """The allocation that was given; else one layer for the positions that the file states, or for the usual ones."""
-    layers = layout.count_layers(tensors)
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
-    elif layers:  # else `complete` names the first missing tensor
+        return [settings.find_positions(stored)]
+    if layers := layout.count_layers(tensors):  # else `to_ours` names the first missing tensor
         has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(
             (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),
@@ -155,7 +149,8 @@ def _find_allocation(
             ),
             (len(given or [1]) != layers, f"{has}, and allocation {given} is of {len(given or ())} specialists"),
         )
-    return given or [layout.positions if positions is None else positions]
+    stated = speculators.find_default_positions(stored) if layout.nested else None
+    return given or [stated or layout.positions]
 
 
 def _check_output(config: DraftConfig, output_format: str, source: str) -> None:
@@ -183,7 +178,7 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
         tensors = to_theirs(draft, layout, target.embed_head)
         published = settings.publish(config, layout, tensors, target.embed_head.tied)
         if layout.nested:
-            published = speculators.nest(published, config.layers, config.allocation[0], target)
+            published = speculators.nest(published, config, target)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
@@ -194,9 +189,8 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
 
 def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
     """How the software of an output format loads a draft."""
-    run, positions = config.allocation[0], sum(config.allocation)
-    method = {"eagle2": "eagle", "eagle3": "eagle3", "block": "dflash"}[config.kind]
-    options = json.dumps({"method": method, "model": str(out), "num_speculative_tokens": positions})
+    run, method = config.allocation[0], METHODS[config.kind]
+    options = json.dumps({"method": method, "model": str(out), "num_speculative_tokens": sum(config.allocation)})
     plugin = output_format == "vllm" and find_layout("vllm", config).states_draft
     mapped = config.vocabulary_size and method == "eagle"
     return {

@@ -9,7 +9,6 @@ joins [norm(embed(x_{t+1})); norm(h_t)] for attention in this order, and fuses o
 rotate queries and keys by halves.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -46,6 +45,7 @@ class Layout:
     kind: Kind = "eagle2"
     layer: str = "layers.{}"  # prefix of the names of a layer's tensors
     several: bool = False  # whether it has several layers, each of which serves some positions
+    positions: int = 6  # that a single layer serves in our config, where a file does not state it
     kv: Literal["separate", "shared"] = "separate"  # as in `DraftConfig`, where it has several layers
     depth: int | None = 1  # passes that its drafts are trained for; None for the sum of the allocation
     architecture: str = "LlamaForCausalLM"  # the name in its config.json
@@ -53,42 +53,40 @@ class Layout:
     bias: Literal["fc", "always", "attention"] = "fc"  # where fc's bias is: there unless all zeros, always, moved
     even: bool = True  # whether the loading code assumes that a head is hidden_size / heads wide
     vocabulary: Literal["d2t", "token_map"] | None = None  # a smaller one's place: tensors, or a file of its own
-    knows: frozenset[str] = frozenset()  # fields of `DraftConfig` that are off by default and that its code reads
+    knows: tuple[str, ...] = ()  # fields of `DraftConfig` that are off by default and that its code reads
     states_draft: bool = False  # whether its config.json holds ours, and so any allocation and kv
     nested: bool = False  # whether its config.json is that of the library speculators
 
-    @property
-    def positions(self) -> int:
-        """The number of positions that a single layer serves in our config, where a file does not state it."""
-        return 7 if self.kind == "eagle3" else 6
-
-    def number_names(self, layers: int, input_norms: int = 0) -> dict[str, str]:
-        """Our names of tensors -> theirs, for a draft with that many layers and norms of its input."""
+    def number_names(self, config: DraftConfig) -> dict[str, str]:
+        """Our names of a draft's tensors -> theirs."""
         outside, within = NAMES[self.kind]
-        names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in outside.items()}
-        if self.kind == "eagle2":
-            names[BIAS] = BIAS
-        for i in range(layers):
-            prefix = self.layer.format(i)
-            names |= {f"layers.{i}.{ours}.weight": f"{prefix}.{theirs}.weight" for ours, theirs in within.items()}
-        if input_norms == 1:
-            return names | {"fc_norm.0.weight": "input_norm.weight"}
-        return names | {name: name for name in (f"fc_norm.{i}.weight" for i in range(input_norms))}
+        names = outside | {
+            f"layers.{i}.{ours}": f"{self.layer.format(i)}.{theirs}"
+            for i in range(config.layer_count)
+            for ours, theirs in within.items()
+        }
+        if config.norm_before_fc:
+            names["fc_norm.0"] = "input_norm"
+        elif config.fc_norm:
+            names |= {name: name for name in (f"fc_norm.{i}" for i in range(config.input_norms))}
+        weights = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}
+        return weights | ({BIAS: BIAS} if self.kind == "eagle2" else {})
 
     def count_layers(self, tensors: Iterable[str]) -> int:
-        """The number of layers in a file with tensors of these names: up to the last layer that has one."""
+        """The number of layers in a file with tensors of these names."""
         if "{}" not in self.layer:
             return 1
-        matches = [re.match(self.layer.replace("{}", r"(\d+)") + r"\.", name) for name in tensors]
-        return max((int(match[1]) + 1 for match in matches if match), default=0)
+        return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
 
 
-ANGLES = frozenset({"rope_scaling"})
-LAYERS = ANGLES | {"inner_layers"}
-VLLM = LAYERS | {*SWITCHES}  # what its EAGLE-3 code reads
+METHODS = {"eagle2": "eagle", "eagle3": "eagle3", "block": "dflash"}  # of vLLM's --speculative-config, by kind
+ANGLES = ("rope_scaling",)
+LAYERS = (*ANGLES, "inner_layers")
+VLLM = (*LAYERS, *SWITCHES)  # what its EAGLE-3 code reads
 EAGLE3 = Layout(
     kind="eagle3",
     layer="midlayer",
+    positions=7,
     depth=7,
     architecture="LlamaForCausalLMEagle3",  # ignored by EAGLE's own code, known to vLLM and SGLang
     embedding=False,
@@ -110,15 +108,24 @@ LAYOUTS = {  # by what a file is called
         layer="layers.{}",
         architecture="Eagle3DraftModel",
         embedding=True,
-        knows=VLLM | {"window"},
+        knows=(*VLLM, "window"),
         nested=True,
     ),
     "dflash": DFLASH,
-    "vllm": replace(ENGINE, bias="attention"),
-    "sglang": replace(ENGINE, architecture="LlamaForCausalLMEagle", bias="always", vocabulary="token_map"),
 }
-OUTPUTS = [name for name in LAYOUTS if name not in ("hass", "speed")]  # formats that are written, too
-ENGINES = {"vllm": VLLM, "sglang": LAYERS | {"fc_norm", "norm_output"}}  # what they read beyond EAGLE-3's own code
+ENGINES = {  # layouts of drafts that engines load by themselves, by kind; the last two as they are published
+    "vllm": {
+        "eagle2": replace(ENGINE, bias="attention"),
+        "eagle3": replace(EAGLE3, knows=VLLM),
+        "block": DFLASH,
+    },
+    "sglang": {
+        "eagle2": replace(ENGINE, architecture="LlamaForCausalLMEagle", bias="always", vocabulary="token_map"),
+        "eagle3": replace(EAGLE3, knows=(*LAYERS, "fc_norm", "norm_output")),
+        "block": DFLASH,
+    },
+}
+OUTPUTS = [*(name for name in LAYOUTS if name not in ("hass", "speed")), *ENGINES]  # formats that are written, too
 # What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
@@ -132,17 +139,12 @@ SERVED = {
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
     """The layout that an output format names for a draft.
 
-    Both engines load EAGLE-3's and block drafts as they are published. vLLM loads several specialists, and a smaller
-    vocabulary of an EAGLE-2 draft, through our plugin.
+    vLLM loads several specialists, and a smaller vocabulary of an EAGLE-2 draft, through our plugin.
     """
-    if output_format not in ENGINES:
-        return LAYOUTS[output_format]
     smaller = config.kind == "eagle2" and config.vocabulary_size is not None
     if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
         return SERVED[config.kind]
-    if config.kind == "eagle2":
-        return LAYOUTS[output_format]
-    return DFLASH if config.one_pass else replace(EAGLE3, knows=ENGINES[output_format])
+    return ENGINES[output_format][config.kind] if output_format in ENGINES else LAYOUTS[output_format]
 
 
 def refuse(*reasons: tuple[bool, str]) -> None:

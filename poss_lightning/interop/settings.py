@@ -40,7 +40,7 @@ def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_config(
-    published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, block_layers: int = 1
+    published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, vocabulary: int, layers: int = 1
 ) -> DraftConfig:
     """The config of a published draft.
 
@@ -48,51 +48,49 @@ def parse_config(
 
     Args:
         published: content of config.json.
-        block_layers: of a block draft, from its tensors.
+        vocabulary: tokens that the draft proposes, by its tensors.
+        layers: of a block draft, by its tensors.
 
     Raises:
         ValueError: a value contradicts the target, or what a draft of ours computes; the message names it.
     """
-    rope = mapping(published, "rope_parameters") | mapping(published, "rope_scaling")  # as transformers merges them
-    heads, total = published.get("num_attention_heads"), published.get("vocab_size")
+    stated = {name: value for name, value in published.items() if value is not None}
+    rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")  # as transformers merges them
+    switches = stated | mapping(stated, "eagle_config")  # where engines look for them first
+    heads, eps = stated.get("num_attention_heads"), stated.get("rms_norm_eps", 1e-6)
     check_equal(
         f"a draft of ours for {spec.name}",
         {
-            "hidden_size": (published.get("hidden_size"), spec.hidden_size),
-            "vocab_size": (total, spec.vocab_size),
+            "hidden_size": (stated.get("hidden_size"), spec.hidden_size),
+            "vocab_size": (stated.get("vocab_size"), spec.vocab_size),
             "num_attention_heads": (heads, spec.heads),
-            "num_key_value_heads": (published.get("num_key_value_heads") or heads, spec.kv_heads),
-            "head_dim": (published.get("head_dim") or spec.hidden_size // spec.heads, spec.head_dim),
-            "partial_rotary_factor": ((published | rope).get("partial_rotary_factor") or 1, 1),
-            "hidden_act": (published.get("hidden_act", "silu"), "silu"),
+            "num_key_value_heads": (stated.get("num_key_value_heads", heads), spec.kv_heads),
+            "head_dim": (stated.get("head_dim", spec.hidden_size // spec.heads), spec.head_dim),
+            "partial_rotary_factor": ((stated | rope).get("partial_rotary_factor", 1), 1),
+            "hidden_act": (stated.get("hidden_act", "silu"), "silu"),
         },
     )
-    theta, eps = (published | rope).get("rope_theta") or 10000.0, published.get("rms_norm_eps", 1e-6)
+    theta, size = (stated | rope).get("rope_theta", 10000.0), stated.get("draft_vocab_size", spec.vocab_size)
     check_setting(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
-    check_setting(isinstance(eps, float), "rms_norm_eps", eps, "it must be a number, like 1e-06")
-    width = published.get("intermediate_size")
-    check_setting(isinstance(width, int), "intermediate_size", width, "it must be the width of a layer's MLP")
-    size = published.get("draft_vocab_size") or total
-    fits = type(size) is int and 0 < size <= spec.vocab_size
-    check_setting(fits, "draft_vocab_size", size, f"it must be a number of tokens, {spec.vocab_size} at most")
+    check_setting(size == vocabulary, "draft_vocab_size", size, f"the draft proposes {vocabulary} tokens")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
         depth=layout.depth or sum(allocation),
         detach=layout.kind == "eagle2",
-        intermediate_size=None if width == spec.intermediate_size else width,
-        vocabulary_size=None if size == total else size,
+        intermediate_size=_unless_same(stated.get("intermediate_size"), spec.intermediate_size),
+        vocabulary_size=_unless_same(vocabulary, spec.vocab_size),
         kv=layout.kv,
         kind=layout.kind,
-        window=_find_window(published),
-        rope_theta=None if _is_same(float(theta), spec.rope_theta) else float(theta),
+        window=_find_window(stated),
+        rope_theta=_unless_same(float(theta), spec.rope_theta),
         rope_scaling=_find_scaling(rope),
-        norm_eps=None if _is_same(eps, spec.norm_eps) else eps,
-        **_find_switches(published),
-        **(_find_block(published, spec, block_layers) if layout.kind == "block" else {}),
+        norm_eps=_unless_same(eps, spec.norm_eps),
+        **{name: switches[name] for name in SWITCHES if name in switches},
+        **(_find_block(stated, spec, layers) if layout.kind == "block" else {}),
     )
     if layout.kind == "eagle3":
-        config = replace(config, inner_layers=_find_layers(published, config))
+        config = replace(config, inner_layers=_find_layers(stated, config))
     check_layers(config)
     return config
 
@@ -104,23 +102,15 @@ def find_positions(published: dict[str, Any]) -> int:
     return size - 1
 
 
-def _find_switches(published: dict[str, Any]) -> dict[str, Any]:
-    """The switches of EAGLE-3 drafts; engines look for them in eagle_config, too."""
-    found = {name: published.get(name) for name in SWITCHES} | mapping(published, "eagle_config")
-    for name in SWITCHES:
-        check_setting(isinstance(found[name], bool | None), name, found[name], "it must be true or false")
-    return {name: bool(found[name]) for name in SWITCHES}
-
-
-def _find_block(published: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
+def _find_block(stated: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
     """The fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
     neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap}
-    stated = {name: published.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(published, DFLASH_KEY)
-    others = {name: value for name, value in stated.items() if name not in OF_BLOCKS}
-    others |= {"is_causal": published.get("is_causal"), "layer_types": _find_window(published) and SLIDING}
+    found = {name: stated.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(stated, DFLASH_KEY)
+    others = {name: value for name, value in found.items() if name not in OF_BLOCKS}
+    others |= {"is_causal": stated.get("is_causal"), "layer_types": _find_window(stated) and SLIDING}
     for name, value in others.items():
         check_setting(not value or value == neutral.get(name), name, value, "a draft of ours does not have it")
-    layers, mask = _count_layers("target_layer_ids", stated["target_layer_ids"], 0, spec), stated["mask_token_id"]
+    layers, mask = _count_layers("target_layer_ids", found["target_layer_ids"], 0, spec), found["mask_token_id"]
     check_setting(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
     return {"block_layers": block_layers, "inner_layers": layers, "mask_token": mask}
 
@@ -142,32 +132,27 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
     if kind != "llama3":
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
-    try:
-        return RopeScaling(**numbers)
-    except ValueError as error:
-        raise ValueError(f"config.json: {error}") from error
+    return RopeScaling(**numbers)
 
 
-def _find_window(published: dict[str, Any]) -> int | None:
+def _find_window(stated: dict[str, Any]) -> int | None:
     """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
-    kinds, window = published.get("layer_types") or [FULL], published.get("sliding_window")
-    one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
-    check_setting(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
-    if kinds[0] == FULL:
+    kinds, window = {*stated.get("layer_types", ())}, stated.get("sliding_window")
+    one_kind = kinds in (set(), {FULL}, {SLIDING})
+    check_setting(one_kind, "layer_types", stated.get("layer_types"), f"all must be {FULL}, or all {SLIDING}")
+    if kinds != {SLIDING}:
         return None
-    check_setting(
-        type(window) is int and window > 0, "sliding_window", window, "it must be the slots that a query sees"
-    )
+    check_setting(window is not None, "sliding_window", window, "it must be the slots that a query sees")
     return window
 
 
-def _find_layers(published: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
+def _find_layers(stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
     """The layers that an EAGLE-3 file names; None for the usual ones, which eagle_config counts from 0 or from 1.
 
     Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
     """
-    top, usual = published.get(LAYER_IDS), list(config.layers)
-    ids, from_0 = top or mapping(published, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
+    top, usual = stated.get(LAYER_IDS), list(config.layers)
+    ids, from_0 = top or mapping(stated, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
     words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
     check_setting(not top or top != from_0, LAYER_IDS, top, words)
     if not ids or ids in (usual, from_0):
@@ -196,7 +181,14 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     bias = {} if "fc.bias" in tensors else {"bias": False}
     if "layers.0.self_attn.q_proj.bias" in tensors:
         bias = {"attention_bias": True}
-    rope = rope_parameters(config)
+    rope, from_0 = rope_parameters(config), [layer - 1 for layer in config.layers]
+    layers = {LAYER_IDS: list(config.layers), "eagle_config": {LAYER_IDS: from_0}}  # as vLLM reads them; as SGLang
+    block = {
+        "model_type": "qwen3",
+        "block_size": config.depth + 1,
+        "num_target_layers": spec.layers,
+        DFLASH_KEY: {"target_layer_ids": from_0, "mask_token_id": config.mask_row},
+    }
     return {
         "architectures": [layout.architecture],
         "model_type": "llama",
@@ -219,26 +211,17 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **({"layer_types": [SLIDING], "sliding_window": config.window} if config.window else {}),
         **own_head,
         **bias,
-        **(_publish_block(config) if config.one_pass else {}),
+        **(block if config.one_pass else {}),
         **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
-        **(_publish_layers(config) if config.own_head and config.inner_layers else {}),
-    }
-
-
-def _publish_layers(config: DraftConfig) -> dict[str, Any]:
-    """The layers that an EAGLE-3 draft fuses, counted from 1 where vLLM reads them, and from 0 where SGLang does."""
-    return {LAYER_IDS: list(config.layers), "eagle_config": {LAYER_IDS: [layer - 1 for layer in config.layers]}}
-
-
-def _publish_block(config: DraftConfig) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "block_size": config.depth + 1,
-        "num_target_layers": config.target.layers,
-        DFLASH_KEY: {"target_layer_ids": [layer - 1 for layer in config.layers], "mask_token_id": config.mask_row},
+        **(layers if config.own_head and config.inner_layers else {}),
     }
 
 
 def _is_same(a: Any, b: Any) -> bool:
     floats = isinstance(a, float) and isinstance(b, float)
     return a == b or (floats and isclose(a, b, rel_tol=1e-6))  # a target loaded from a GGUF file has them in float32
+
+
+def _unless_same(value: Any, of_target: Any) -> Any:
+    """A draft's own value; None for the target's."""
+    return None if _is_same(value, of_target) else value

@@ -10,8 +10,8 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 
 from typing import Any
 
-from poss_lightning.draft.config import SWITCHES
-from poss_lightning.interop.settings import LAYER_IDS, check_equal, check_setting, mapping
+from poss_lightning.draft.config import SWITCHES, DraftConfig
+from poss_lightning.interop.settings import LAYER_IDS, check_equal, check_setting, mapping, rope_parameters
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
@@ -49,35 +49,22 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_default_positions(stored: dict[str, Any]) -> int | None:
-    """The number of tokens that an engine drafts by the default method; None where the config does not say.
-
-    Raises:
-        ValueError: it is not a number of tokens.
-    """
+    """The number of tokens that an engine drafts by the default method; None where the config does not say."""
     engine = mapping(stored, ENGINE_KEYS)
-    methods = [method for method in engine.get("proposal_methods") or () if isinstance(method, dict)]
-    default = engine.get("default_proposal_method")
-    methods.sort(key=lambda method: method.get("proposal_type") != default)
-    count = methods[0].get("speculative_tokens") if methods else None
-    check_setting(
-        count is None or (type(count) is int and count > 0), "speculative_tokens", count, "it must be 1 or more"
-    )
-    return count
+    methods, default = engine.get("proposal_methods") or [{}], engine.get("default_proposal_method")
+    chosen = next((method for method in methods if method.get("proposal_type") == default), methods[0])
+    return chosen.get("speculative_tokens")
 
 
-def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, target: Target) -> dict[str, Any]:
+def nest(published: dict[str, Any], config: DraftConfig, target: Target) -> dict[str, Any]:
     """The config.json of a draft in this format, from the keys of EAGLE-3's.
 
     Args:
-        layers: of the target that the draft reads; counted as ours are, 0 is the embedding.
-        positions: tokens that an engine drafts by default.
         target: which engines load with the draft, by its name; the embedded one by its folder.
     """
-    scaling = published["rope_scaling"] or {"rope_type": "default"}
     layer = {key: value for key, value in published.items() if key not in OUTER_KEYS}
-    layer["rope_parameters"] = scaling | {"rope_theta": published["rope_theta"]}
     name = str(embedded.folder()) if target.spec.name == embedded.NAME else target.spec.name
-    greedy = {"proposal_type": "greedy", "speculative_tokens": positions}
+    greedy = {"proposal_type": "greedy", "speculative_tokens": config.allocation[0]}
     return {
         "architectures": published["architectures"],
         KIND: "eagle3",
@@ -88,11 +75,11 @@ def nest(published: dict[str, Any], layers: tuple[int, ...], positions: int, tar
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": name, "architectures": [type(target.model).__name__]},
         },
-        LAYER_KEYS: layer | {"attention_bias": False, "mlp_bias": False},
+        LAYER_KEYS: layer | {"rope_parameters": rope_parameters(config), "attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],
         "target_hidden_size": None,
-        LAYER_IDS: list(layers),
-        **{key: published.get(key, False) for key in SWITCHES},  # vLLM's defaults are not all false
+        LAYER_IDS: list(config.layers),
+        **{key: getattr(config, key) for key in SWITCHES},  # vLLM's defaults are not all false
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": published["torch_dtype"],

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from poss_lightning.draft.folder import check_state
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout, refuse
 from poss_lightning.target.spec import EmbedHead
@@ -15,27 +16,6 @@ class Draft(NamedTuple):
 
     config: DraftConfig
     state: dict[str, Tensor]
-
-
-def complete(
-    tensors: dict[str, Tensor], layout: Layout, config: DraftConfig, embed_head: EmbedHead
-) -> dict[str, Tensor]:
-    """A file's tensors, and the target's head if an EAGLE-3 draft of all tokens has none, as engines lend it.
-
-    Raises:
-        ValueError: the file lacks a tensor, or has one that the layout does not have.
-    """
-    if config.own_head and config.vocabulary_size is None and not tensors.keys() & {HEAD, TO_TARGET}:
-        tensors = tensors | {HEAD: embed_head.head.clone()}
-    names = set(layout.number_names(config.layer_count, config.input_norms).values())
-    elsewhere = {EMBEDDING, HEAD, *((TO_TARGET, TO_DRAFT) if layout.vocabulary == "d2t" else ())}
-    missing = sorted(names - tensors.keys() - {BIAS})
-    unknown = sorted(tensors.keys() - names - elsewhere)
-    for found, words in ((missing, "is missing"), (unknown, "has no place in this layout")):
-        if found:
-            others = f" (and {len(found) - 1} more)" if found[1:] else ""
-            raise ValueError(f"{found[0]} {words}{others}")
-    return tensors
 
 
 def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
@@ -65,66 +45,72 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
             )
 
 
-def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, config: DraftConfig) -> Tensor:
-    """The target's token ids that a published draft proposes, ascending: (V,).
+def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
+    """The target's token ids, of `total`, that a published draft proposes, ascending: (V,).
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
     ids. Engines ignore t2d, so it may be missing, or mark nothing.
 
     Raises:
-        ValueError: d2t is missing, or has a wrong shape or dtype, or contradicts t2d or the config.
+        ValueError: d2t is missing, or does not lead to token ids, or contradicts t2d.
     """
-    total = config.target.vocab_size
-    ids, size = torch.arange(total), config.vocabulary_size or total
-    if layout.vocabulary == "d2t":
-        head = list(tensors[HEAD].shape)
-        if tensors.keys() & {TO_TARGET, TO_DRAFT} or head[:1] != [total]:
-            refuse((TO_TARGET not in tensors, f"{TO_TARGET} is missing, and {HEAD} is {head} for {total} tokens"))
-            ids = _add_offsets(tensors[TO_TARGET], total)
-    marks, given = _make_maps(ids, total)[TO_DRAFT], tensors.get(TO_DRAFT)
-    refuse(
-        (
-            given is not None and bool(given.any()) and given.tolist() != marks.tolist(),
-            f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives",
-        ),
-        (len(ids) != size, f"config.json: draft_vocab_size is {size}; the draft proposes {len(ids)} tokens"),
+    rows = len(tensors.get(HEAD, range(total)))
+    if layout.vocabulary != "d2t" or (rows == total and not tensors.keys() & {TO_TARGET, TO_DRAFT}):
+        return torch.arange(total)
+    refuse((TO_TARGET not in tensors, f"{TO_TARGET} is missing, and {HEAD} has {rows} rows for {total} tokens"))
+    offsets, marks = tensors[TO_TARGET], tensors.get(TO_DRAFT)
+    ids = offsets.flatten() + torch.arange(offsets.numel())
+    whole = offsets.ndim == 1 and offsets.dtype in (torch.int32, torch.int64)
+    words = (
+        f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must lead to ascending ids of the target's {total}"
     )
+    refuse((not (whole and (ids.diff() > 0).all() and ((ids >= 0) & (ids < total)).all()), words))
+    marked = marks is None or not marks.any() or marks.tolist() == _make_maps(ids, total)[TO_DRAFT].tolist()
+    words = f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
+    refuse((not marked, words))
     return ids
 
 
-def _add_offsets(offsets: Tensor, total: int) -> Tensor:
-    words = f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must be torch.int64 or int32, one per draft id"
-    refuse((offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.int64) or not len(offsets), words))
-    ids = offsets + torch.arange(len(offsets))
-    ascending = bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < total)
-    refuse((not ascending, f"{TO_TARGET} does not lead to ascending ids of the target's {total}"))
-    return ids
+def to_ours(
+    tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids: Tensor, embed_head: EmbedHead
+) -> Draft:
+    """Rename a published file's tensors; the target's own are left out.
 
-
-def to_ours(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids: Tensor) -> Draft:
-    """Rename a published file's tensors, none of which is missing; the target's own are left out.
+    A draft of all tokens without a head has the target's, as engines lend it; without a bias it has zeros.
 
     Args:
         ids: the token ids that it proposes, from `find_vocabulary`.
 
     Raises:
-        ValueError: a tensor has a wrong shape, or no floats; the message names it.
+        ValueError: a tensor is missing, has no place in the layout, has a wrong shape, or no finite numbers.
     """
-    names = layout.number_names(config.layer_count, config.input_norms)
-    kept = ids if config.vocabulary_size else None
+    names, kept = layout.number_names(config), ids if config.vocabulary_size else None
+    lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
+    maps = {TO_TARGET, TO_DRAFT} if layout.vocabulary == "d2t" else set()
+    missing = sorted({*names.values()} - tensors.keys() - lent)
+    unknown = sorted(tensors.keys() - names.values() - {EMBEDDING, HEAD} - maps)
+    for found, words in ((missing, "is missing"), (unknown, "has no place in this layout")):
+        if found:
+            others = f" (and {len(found) - 1} more)" if found[1:] else ""
+            raise ValueError(f"{found[0]} {words}{others}")
     with torch.device("meta"):
-        empty = Specialists(config, kept)
-    expected = empty.state_dict()
-    state = {ours: tensors[theirs] for ours, theirs in names.items() if theirs in tensors}
+        shapes = {name: tensor.shape for name, tensor in Specialists(config, kept).state_dict().items()}
+    dtype = tensors["fc.weight"].dtype
+    defaults = {
+        "scale": torch.ones(shapes["scale"]),
+        "vocabulary": ids,
+        "mask": embed_head.embedding[config.mask_row].to(dtype),
+        BIAS: torch.zeros(config.target.hidden_size, dtype=dtype),
+        HEAD: embed_head.head,
+    }
+    state = {ours: tensors[names[ours]] if names.get(ours) in tensors else defaults[ours] for ours in shapes}
     for ours, tensor in state.items():
-        if tensor.shape != expected[ours].shape or not tensor.is_floating_point():
+        if tensor.shape != shapes[ours]:
             raise ValueError(
-                f"{names[ours]} is {tensor.dtype} {list(tensor.shape)}; it must be floats {list(expected[ours].shape)}"
+                f"{names[ours]} is {tensor.dtype} {list(tensor.shape)}; it must be floats {list(shapes[ours])}"
             )
-    defaults = {"scale": torch.ones(empty.scale.shape)} | ({} if kept is None else {"vocabulary": kept})
-    if BIAS in expected:
-        defaults[BIAS] = torch.zeros(expected[BIAS].shape, dtype=state["fc.weight"].dtype)
-    return Draft(config, defaults | state)
+    check_state(state)
+    return Draft(config, state)
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
@@ -136,7 +122,7 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
     config, state = draft
     weight = state["fc.weight"]
     state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
-    names = layout.number_names(config.layer_count, config.input_norms)
+    names = layout.number_names(config)
     names.pop(BIAS, None)
     tensors = {theirs: state[ours] for ours, theirs in names.items()}
     if BIAS in state and (layout.bias == "always" or state[BIAS].any()):

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from poss_lightning.features.reading import TargetReader, TextFeatures
+from poss_lightning.serving import TESTED
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose
 
 LOCK_SUFFIX = ".lock"  # after the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text on which engine and target are compared
-TESTED = "0.32"  # versions of vLLM
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
 
 
@@ -131,9 +131,8 @@ def vllm_reader(
     Raises:
         ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
-    longest = min(max_length, target.spec.context)
+    start = partial(Vllm, target, longest=min(max_length, target.spec.context), tensor_parallel=tensor_parallel)
     with announced("starting vLLM"):
-        start = partial(Vllm, target, longest=longest, tensor_parallel=tensor_parallel)
         return EngineReader(target, layers, start, device)
 
 

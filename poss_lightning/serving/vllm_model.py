@@ -37,10 +37,9 @@ from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 from vllm.model_executor.models.utils import AutoWeightsLoader, WeightsMapper, maybe_prefix
 
 from poss_lightning.draft.config import DraftConfig
+from poss_lightning.interop.layouts import METHODS
 from poss_lightning.interop.settings import CONFIG_KEY, rope_parameters
 from poss_lightning.serving.internals import check_engine, count_steps, draft_position, write_keys_values
-
-METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # of --speculative-config
 
 
 class Specialist(nn.Module):
@@ -143,9 +142,12 @@ class Specialists(nn.Module):
     def forward(self, input_ids: Tensor, positions: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the head and the next position read, (S, D) each, from tokens (S,) and the features on their left."""
         position = draft_position(self.caches[0])
-        z = self._join(self.embed_tokens(input_ids), features)
+        joined = torch.cat([self.embed_tokens(input_ids), features], dim=-1)
+        z = joined if self.draft.reads_inner_layers else self.fc(joined)
         serving = self.draft.specialist_at(position)
-        for maker in self._makers(position) - {serving}:
+        # those that make keys and values of the slots that this position is the first to read
+        makers = {self.draft.kv_specialist(each, position) for each in range(position, self.depth + 1)}
+        for maker in makers - {serving}:
             layer = self._layer(maker)
             write_keys_values(self._cache(maker), *layer.keys_values(positions, layer.attention_input(z)))
         predicted = self._layer(serving)(positions, z, self._cache(serving))
@@ -158,14 +160,6 @@ class Specialists(nn.Module):
             parts = layers.chunk(len(self.fc_norm), dim=-1)
             layers = torch.cat([norm(x.contiguous()) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(layers)
-
-    def _join(self, embedded: Tensor, features: Tensor) -> Tensor:
-        joined = torch.cat([embedded, features], dim=-1)
-        return joined if self.draft.reads_inner_layers else self.fc(joined)
-
-    def _makers(self, first: int) -> set[int]:
-        """The specialists that make keys and values of the slots that position `first` is the first to read."""
-        return {self.draft.kv_specialist(position, first) for position in range(first, self.depth + 1)}
 
     def _layer(self, specialist: int) -> Specialist:
         return self.layers[specialist]  # pyright: ignore[reportReturnType] of a ModuleList

@@ -9,7 +9,7 @@ import torch
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.settings import parse_config
-from tests.support.layouts import CONFIG, put, read, same
+from tests.support.layouts import CONFIG, VOCABULARY, put, read, same
 from tests.support.tiny import tiny_draft
 
 NAMES = {  # theirs -> ours; of each layer the second part
@@ -73,7 +73,9 @@ def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp
 def test_settings_may_lie_on_the_top_level_and_say_what_is_so_anyway(deep, given):
     """As z-lab reads them: in dflash_config first."""
     spec = replace(deep.spec, logit_cap=30.0)
-    plain, other = (parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, 2) for each in ({}, given))
+    plain, other = (
+        parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, VOCABULARY, 2) for each in ({}, given)
+    )
     assert plain == other and plain.mask_row == 319
 
 

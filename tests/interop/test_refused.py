@@ -49,23 +49,16 @@ WRONG = [
     ("poss", {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
     ("poss", {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
     ("poss", {"embed_tokens.weight": torch.full((VOCABULARY, D), 9.0)}, "is not the target's: 320 of 320 rows differ"),
-    ("poss", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
-    ("poss", {"intermediate_size": None}, "intermediate_size is None; it must be the width"),
-    ("poss", {KEY: 9}, "draft_vocab_size is 9; the draft proposes 320 tokens"),
+    ("poss", {"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'; it must be a valid number"),
     ("poss", {"speculators_model_type": "eagle3"}, "is of the speculators format: say --input_format speculators"),
-    ("eagle3", {"midlayer.hidden_norm.weight": None}, "midlayer.hidden_norm.weight is missing"),
-    ("eagle3", {UP: torch.zeros(2, 2)}, f"{UP} has no place in this layout"),
-    ("eagle3", {"fc.weight": torch.zeros(D, 2 * D)}, "fc.weight is torch.float32 [32, 64]; it must be floats [32, 96]"),
-    ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight is [107, 32] for 320 tokens"),
-    ("eagle3", {"d2t": torch.zeros(107)}, "d2t is torch.float32 [107]; it must be torch.int64 or int32, one per draft"),
+    ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight has 107 rows for 320 tokens"),
     ("eagle3", {"lm_head.weight": None}, "lm_head.weight is missing"),
     ("eagle3", {"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is random and may be re"),
     ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
-    ("eagle3", {"d2t": -torch.arange(107)}, "d2t does not lead to ascending ids of the target's 320"),
-    ("eagle3", {"t2d": torch.ones(VOCABULARY, dtype=torch.bool)}, "t2d does not mark the 107 of the target's 320 ids"),
+    ("eagle3", {"d2t": -torch.arange(107)}, "d2t is torch.int64 [107]; it must lead to ascending ids"),
     ("eagle3", {KEY: 106}, "draft_vocab_size is 106; the draft proposes 107 tokens"),
     ("eagle3", {"norm_before_fc": True}, "input_norm.weight is missing"),
-    ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be true or false"),
+    ("eagle3", {"eagle_config": {"norm_output": "yes"}}, "norm_output is 'yes'; it must be a valid boolean"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
     ("eagle3", {"rope_scaling": ROPE | {"factor": None}}, "factor is None; it must be a valid number"),
     ("eagle3", {"rope_parameters": {"full_attention": ROPE}}, "for one kind of layer, not for ['full_attention']"),
@@ -75,26 +68,16 @@ WRONG = [
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
     ("speculators", {"speculators_model_type": "dflash"}, "type is 'dflash'; a draft of ours has 'eagle3'"),
     ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
-    ("speculators", {"target_hidden_size": 64}, "target_hidden_size is 64; a draft of ours has 32"),
-    ("speculators", layer(model_type="qwen3"), "config.model_type is 'qwen3'; a draft of ours has 'llama'"),
     ("speculators", layer(num_hidden_layers=2), "config.num_hidden_layers is 2; a draft of ours has 1"),
-    ("speculators", layer(rope_parameters={"rope_type": "llama3"}), "rope_scaling's factor is None"),
     ("speculators", layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be the slots that a"),
-    ("speculators", layer(layer_types=["chunked_attention"]), "layer_types is ['chunked_attention']; all must be full"),
     ("speculators", speculators.engine({"speculative_tokens": 65}), "allocation is [65]; it must be a list of pos"),
-    ("speculators", speculators.engine({"speculative_tokens": "2"}), "speculative_tokens is '2'; it must be 1 or more"),
-    ("dflash", {"layers.0.self_attn.q_norm.weight": None}, "layers.0.self_attn.q_norm.weight is missing"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
     ("dflash", blocks(target_layer_ids=None), "target_layer_ids is None; it must be numbers of inner layers of"),
-    ("dflash", blocks(target_layer_ids=[7]), "target_layer_ids is [7]; it must be numbers of inner layers of"),
     ("dflash", blocks(mask_token_id=None), "mask_token_id is None"),
     ("dflash", blocks(use_swa=True), "use_swa is True; a draft of ours does not have it"),
-    ("dflash", blocks(output_multiplier=0.5), "output_multiplier is 0.5; a draft of ours does not have it"),
     ("dflash", {"input_embedding_scale": 5.6}, "input_embedding_scale is 5.6; a draft of ours does not have it"),
-    ("dflash", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
     ("dflash", SLIDING, "layer_types is 'sliding_attention'"),
-    ("dflash", {"num_attention_heads": 8}, "num_attention_heads is 8"),
 ]
 
 
@@ -117,11 +100,6 @@ def cut_off(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def lead_outside(folder: Path) -> None:
-    index = {"weight_map": {"fc.weight": "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 def point_to_lfs(folder: Path) -> None:
     next(folder.glob("*model*")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
 
@@ -132,7 +110,6 @@ def point_to_lfs(folder: Path) -> None:
         ("safetensors", lambda folder: (folder / "config.json").unlink(), "No such file or directory: "),
         ("safetensors", cut_off, "model.safetensors is damaged: "),
         ("safetensors shards", lambda folder: next(folder.glob("*-00001-*")).unlink(), "No such file or directory: "),
-        ("safetensors shards", lead_outside, "names '../model.safetensors', which is not a file beside it"),
         ("bin", {"fc.weight": Code()}, "pytorch_model.bin is not loaded, as it holds more than plain tensors"),
         ("bin", [1, 2], "pytorch_model.bin is not a table of names and tensors"),
         ("bin", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
@@ -155,15 +132,12 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
         ("poss out --input_format=eagle", "if they are specialists, say --input_format poss"),
         ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
         ("poss poss --input_format=poss", "poss is there already"),
-        ("eagle3 out --input_format=eagle3 --allocation=[4,4]", "it has one layer, and allocation [4, 4] is of 2"),
         ("eagle3 out --input_format=speculators", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
-        ("eagle3 out --input_format=eagle", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
         ("speed out --input_format=eagle3", "EAGLE-3's and numbered, 3 in all: say --input_format speed"),
         ("poss out --input_format=eagle3", "no layers.0.hidden_norm.weight, as EAGLE-3 has: say --input_format poss"),
         ("dflash out --input_format=eagle", "its config.json is of the dflash format: say --input_format dflash"),
         ("dflash out --input_format=dflash --allocation=[3]", "allocation is [3]; the file states block_size: leave"),
         ("ours out --output_format=poss --allocation=[2,2]", "states its own: leave it out"),
-        ("ours out --output_format=eagle", "its number of specialists is 2, and in this layout it is 1; use --output_"),
         ("another out --output_format=eagle", "another was trained for a different target: fingerprint"),
         ("shallow out --output_format=eagle3", "it fuses layers [2, 2, 1] of 4; published code takes"),
     ],
@@ -216,15 +190,13 @@ INNER = {"kind": "eagle3"}
         ("poss", [2, 2, 9], {}, {}, None),  # past the end the last one serves anyway
         ("poss", [1, 3, 2], {}, {}, "its allocation is [1, 3, 2], and in this layout it is [1, 1, 2]; use --output_fo"),
         ("poss", [2, 2], {"kv": "shared"}, {}, "its kv is shared, and in this layout it is separate; use --output_for"),
-        ("poss", [6], {"kv": "shared"}, {}, None),
         ("poss", [6], {}, {"logit_scale": 0.5}, "logit_scale is 0.5, and in this layout it is 1.0" + NOWHERE),
-        ("poss", [6], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None" + NOWHERE),
         ("vllm", [2, 2], {}, {"logit_cap": 30.0}, "logit_cap is 30.0, and in this layout it is None" + NOWHERE),
         ("poss", [6], {}, {"head_dim": 16}, "head_dim is 16, and in this layout it is 8; use --output_format vllm or"),
         ("eagle", [6], {"vocabulary_size": 9}, {}, "vocabulary_size is 9, and in this layout it is 320; use --output_"),
         ("eagle3", [3, 2], INNER, {}, "its number of specialists is 2, and in this layout it is 1; use --output_for"),
         ("eagle3", [6], {"kind": "block"}, {}, "its kind is block, and in this layout it is eagle3; use --output_fo"),
-        *((name, [2, 2], {"window": 8}, {}, "window is 8, and in") for name in ("vllm", "sglang", "eagle", "poss")),
+        ("vllm", [2, 2], {"window": 8}, {}, "window is 8, and in this layout it is None; no other"),
     ],
 )
 def test_what_a_layout_cannot_express_is_refused(deep, output_format, allocation, own, of_target, words):

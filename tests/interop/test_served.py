@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.interop.layouts import SERVED, find_layout
+from poss_lightning.interop.layouts import METHODS, SERVED
 from poss_lightning.interop.settings import CONFIG_KEY
 from poss_lightning.interop.tensors import to_ours
 from poss_lightning.serving import plugin
@@ -42,8 +42,10 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
     draft.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "served", "--output_format", "vllm")
     kind, layout = draft.config.kind, SERVED[draft.config.kind]
-    method = {"eagle2": "eagle", "eagle3": "eagle3"}[kind]
-    assert f'"method": "{method}", "model": "{tmp_path}/served", "num_speculative_tokens": ' in capsys.readouterr().out
+    assert (
+        f'"method": "{METHODS[kind]}", "model": "{tmp_path}/served", "num_speculative_tokens": '
+        in capsys.readouterr().out
+    )
 
     parsed = AutoConfig.from_pretrained(tmp_path / "served")  # as vLLM reads it
     assert DraftConfig.from_json(json.dumps(getattr(parsed, CONFIG_KEY)), "config.json") == draft.config
@@ -62,18 +64,12 @@ def test_a_served_folder_holds_the_draft(convert, deep, tmp_path, capsys, alloca
         assert (tensors["d2t"] + torch.arange(len(SOME))).equal(SOME)
         assert kind == "eagle3" or tensors["lm_head.weight"].equal(target.embed_head.head[SOME])
     back = Specialists(draft.config, vocabulary)
-    back.load_state_dict(to_ours(tensors, draft.config, layout, SOME).state)
+    back.load_state_dict(to_ours(tensors, draft.config, layout, SOME, target.embed_head).state)
     generator = torch.Generator().manual_seed(0)
     embedded, inputs = (torch.randn(9, width, generator=generator) for width in (D, draft.fc.in_features))
     inputs = inputs if draft.config.reads_inner_layers else inputs[:, :D]
     ours, theirs = (torch.stack(naive.chain(each, embedded, inputs, 4, 5)) for each in (draft, back))
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # the scale is rounded into the weights
-
-
-def test_a_single_layer_needs_no_plugin(target):
-    for config in ({}, {"kv": "shared"}):
-        assert not find_layout("vllm", tiny_draft(target, [6], **config).config).states_draft
-    assert not find_layout("sglang", tiny_draft(target, [2, 2]).config).states_draft
 
 
 def test_the_entry_point_is_there():

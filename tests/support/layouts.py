@@ -67,6 +67,15 @@ def read(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def stated(folder: Path) -> dict:
+    """The keys of a config.json on one level, where it is in the format of speculators too."""
+    config = json.loads((folder / "config.json").read_text())
+    layer = config.get("transformer_layer_config", {})
+    rope = layer.get("rope_parameters", {})
+    scaling = {} if rope.get("rope_type") == "default" else {"rope_scaling": rope}
+    return layer | config | rope | (scaling if rope else {})
+
+
 ASKED = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "hidden_act")
 ASKED += ("num_key_value_heads", "rms_norm_eps", "vocab_size", "tie_word_embeddings")
 BOTH = {key: CONFIG[key] for key in ASKED} | {"head_dim": 8, "max_position_embeddings": 512, "rope_scaling": None}
