@@ -87,9 +87,10 @@ def run(command: str, arguments: list[str]) -> None:
     set_up_parser()
     arguments = locate_configs(arguments)
     with announced("loading the libraries") if sys.stderr.isatty() else nullcontext():
-        module = import_module("poss_lightning.training.fit" if command in TRAINER else TOOLS[command][0])
+        module = import_module("poss_lightning.training.command" if command in TRAINER else TOOLS[command][0])
     if command in TRAINER:
-        return module.run_command(command, arguments)
+        module.Training(command, arguments)
+        return
     tool = getattr(module, command)
     types = get_types(tool)
     arguments = _complete_switches(arguments, types)

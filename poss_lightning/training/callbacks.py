@@ -22,7 +22,7 @@ from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import folder_of
 from poss_lightning.training.strategies import save_draft
 
-CHECKPOINT_STEPS = {"cuda": 2000, "cpu": 200}  # between two checkpoints, by device
+CHECKPOINT_STEPS, GPU_CHECKPOINT_STEPS = 200, 2000  # between two checkpoints
 
 logger = logging.getLogger(__name__)
 
@@ -135,16 +135,15 @@ class LastCheckpoint(ModelCheckpoint):
         self.by_device = every_n_train_steps is None
         self.interrupt: BaseException | None = None  # raised after the step
         super().__init__(
-            every_n_train_steps=every_n_train_steps or CHECKPOINT_STEPS["cpu"],
+            every_n_train_steps=every_n_train_steps or CHECKPOINT_STEPS,
             save_top_k=0,
             save_last=True,
             enable_version_counter=False,  # always the same file
         )
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        if self.by_device:
-            device = trainer.strategy.root_device.type
-            self._every_n_train_steps = CHECKPOINT_STEPS.get(device, CHECKPOINT_STEPS["cpu"])
+        if self.by_device and trainer.strategy.root_device.type == "cuda":
+            self._every_n_train_steps = GPU_CHECKPOINT_STEPS
         super().setup(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:

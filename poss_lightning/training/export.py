@@ -14,7 +14,7 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
-from poss_lightning.draft.folder import CONFIG, TRAINED_ON, check_state, decode_digests
+from poss_lightning.draft.folder import TRAINED_ON, check_state, decode_digests
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.features.writing import tokenize
 from poss_lightning.files import atomic_folder, check_new
@@ -129,12 +129,8 @@ def load_checkpoint(path: Path) -> dict:
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint of `poss fit`.
     """
-    if (path / CONFIG).is_file():
-        raise ValueError(
-            f"{path} is a draft's folder; give a training's checkpoints/last.ckpt, or `poss replay` the draft"
-        )
     if path.is_dir():
-        raise ValueError(f"{path} is a folder; give a .ckpt file that `poss fit` wrote")
+        raise ValueError(f"{path} is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:

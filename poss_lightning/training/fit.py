@@ -56,11 +56,6 @@ def validate(*layers: Layer) -> None:
     Training("validate", command_line(*layers))
 
 
-def run_command(command: str, arguments: list[str]) -> None:
-    """`poss fit` or `poss validate` with the arguments of the terminal. Raises as `fit` does."""
-    Training(command, arguments)
-
-
 def command_line(*layers: Layer) -> list[str]:
     """The arguments of `poss fit` for these layers; a mapping becomes YAML in the line itself."""
     given = (

@@ -19,14 +19,9 @@ def empty_draft(config: DraftConfig) -> Specialists:
         return Specialists(config, None if size is None else torch.arange(size, device="cpu"))
 
 
-def shapes(config: DraftConfig) -> list[torch.Size]:
-    """The shape of every parameter of the draft."""
-    return [parameter.shape for parameter in empty_draft(config).parameters()]
-
-
 def count_parameters(config: DraftConfig) -> int:
     """Trained numbers of the draft: `fc`, the layers of each specialist, and its own head, if it has one."""
-    return sum(map(torch.Size.numel, shapes(config)))
+    return sum(parameter.numel() for parameter in empty_draft(config).parameters())
 
 
 def count_specialist_parameters(config: DraftConfig) -> int:

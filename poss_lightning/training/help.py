@@ -1,11 +1,10 @@
 """`poss fit --help`: the options of this package, and those of the trainer that most trainings set."""
 
-from argparse import SUPPRESS, Action, ArgumentError
+from argparse import SUPPRESS, Action
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 PRECISION = "bf16-mixed, 32-true, 64-true, or auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true"
-FLAGS = ("--help", "-h")
 # The options in the short help, besides those of model and data.
 SHORT_HELP = {
     "name": "folder of this training, in runs/ or trainer.default_root_dir (default: lightning_logs/version_N)",
@@ -38,27 +37,12 @@ class ShortHelp(DefaultHelpFormatter):
 
 
 def choose_help(parser: ArgumentParser, arguments: list[str]) -> list[str]:
-    """Shorten the parser's help for `--help`, and return arguments that it knows: it has no `--help all`.
-
-    Raises:
-        ArgumentError: `--help=WORD` or `--help WORD` with a word other than all.
-    """
-    command, *given = [
-        word for each in arguments for word in (each.split("=", 1) if each.startswith(FLAGS) else [each])
-    ]
-    asked = [i for i, word in enumerate(given) if word in FLAGS]
-    if not asked:
+    """Shorten the parser's help for `--help`, and return arguments that it knows: it has no `--help all`."""
+    command, *given = arguments
+    if given[-2:] in (["--help", "all"], ["-h", "all"]):
+        return arguments[:-1]
+    if {"--help", "-h"}.isdisjoint(given):
         return arguments
-    topic = "".join(given[asked[0] + 1 :][:1])
-    if topic not in ("", "all") and not topic.startswith("-"):
-        raise ArgumentError(None, f"help is asked of {topic!r}; it must be --help, or --help all")
-    if topic != "all":
-        _shorten(parser, command)
-    return [command, FLAGS[0]]
-
-
-def _shorten(parser: ArgumentParser, command: str) -> None:
-    """Hide the options of Lightning that most trainings do not set."""
     for action in parser._actions:
         ours = action.dest.startswith(("model", "data", "help", "config"))
         if action.dest == "model.store" or not (ours or action.dest in SHORT_HELP):  # the data name the store
@@ -66,3 +50,4 @@ def _shorten(parser: ArgumentParser, command: str) -> None:
     parser.formatter_class = ShortHelp
     parser.usage = f"poss {command} [--config FILE ...] [--option value ...]"
     parser.epilog = f"poss {command} --help all has the rest of the trainer's options."
+    return arguments

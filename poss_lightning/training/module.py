@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, Literal
 
 import lightning
@@ -152,8 +152,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def configure_callbacks(self) -> list[lightning.Callback]:
         """`Replay`, which logs `val/tau_tree`, unless the trainer has one."""
-        module, _, name = REPLAY.rpartition(".")
-        replay = getattr(import_module(module), name)
+        replay = resolve_name(REPLAY)
         given = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         return [] if given else [replay()]
 
@@ -317,11 +316,9 @@ class SpecialistTraining(lightning.LightningModule):
             pass_weights=pass_weights,
             chains=chains,
         )
-        extra = self.extra_losses(predictions, batch)
-        if extra is None and "extra" in self.logged_terms:  # none for this batch
-            extra = torch.zeros_like(losses.weighted)
-        if extra is not None:
-            losses = losses.plus(extra, pass_weights)
+        if "extra" in self.logged_terms:
+            extra = self.extra_losses(predictions, batch)
+            losses = losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
         return losses, predictions
 
     def _unrolled(self, batch: Batch, losses: PassLosses, chains: Tensor | None = None) -> dict[str, Any]:

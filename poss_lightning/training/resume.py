@@ -43,7 +43,7 @@ def restore_schedule(trainer: lightning.Trainer, checkpoint: dict) -> None:
                 epochs["processed"] = epochs["completed"] = epochs["started"] - 1
     if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, whose number of steps may have changed
         learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
-        before = checkpoint.get("epoch_steps") or steps
+        before = checkpoint["epoch_steps"] or steps
         learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
 
 
@@ -67,9 +67,9 @@ def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: an option differs that the optimizer's state depends on.
     """
-    before = checkpoint.get("hyper_parameters", options)
+    before = checkpoint["hyper_parameters"]
     for name in ("optimizer", "betas", "weight_decay"):
-        was, now = (list(v) if isinstance(v, tuple) else v for v in (before.get(name), options[name]))
+        was, now = (list(v) if isinstance(v, tuple) else v for v in (before[name], options[name]))
         if was != now:
             raise ValueError(
                 f"{name} is {now}, and this training began with {was}: leave it, or start a new training with "

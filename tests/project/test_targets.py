@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sweep import PlannedCell, Sweep
 from poss_lightning.target.masks import LayerMasks
-from poss_lightning.training.flops import count_parameters, count_specialist_parameters, shapes
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft
 from poss_lightning.training.plan import TARGETS, token_bytes
 from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
@@ -73,16 +73,6 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
-def empty(config: DraftConfig) -> Specialists:
-    """The draft without numbers; its sizes are those that are counted."""
-    size = config.vocabulary_size
-    with torch.device("meta"):
-        draft = Specialists(config, None if size is None else torch.arange(size, device="cpu"))
-    assert sorted(shapes(config)) == sorted(tuple(p.shape) for p in draft.parameters())
-    assert count_parameters(config) == sum(p.numel() for p in draft.parameters())
-    return draft
-
-
 @pytest.mark.parametrize("name", ["llama-2-13b", *OTHERS])
 def test_the_drafts_of_a_target_s_experiment(name):
     trained = {choice: cell.training["model"] for choice, cell in experiment(name).items()}
@@ -91,7 +81,7 @@ def test_the_drafts_of_a_target_s_experiment(name):
     for allocation, depth in depths.values():
         config = DraftConfig(target=TARGETS[name], allocation=tuple(allocation), depth=depth)
         keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
-        assert list(empty(config).state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
+        assert list(empty_draft(config).state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
         check_reach(config)
         assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
@@ -107,7 +97,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         model = cell.training["model"]
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
-        assert sum(p.numel() for p in empty(config).parameters()) == len(config.allocation) * layer + around
+        assert count_parameters(config) == len(config.allocation) * layer + around
         assert config.layers == (2, 16, 29)
         check_reach(config)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one

@@ -41,7 +41,11 @@ def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss
         ("fit", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
         ("validate", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
         ("fit", "gone.ckpt", "gone.ckpt: no such file"),
-        ("fit", "run/draft-last", "run/draft-last is a draft's folder; give a training's checkpoints/last.ckpt"),
+        (
+            "fit",
+            "run/draft-last",
+            "run/draft-last is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt",
+        ),
     ]:
         says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
     (tmp_path / "torn.ckpt").unlink()

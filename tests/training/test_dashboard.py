@@ -20,9 +20,8 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
-from poss_lightning.training import panels
 from poss_lightning.training.callbacks import DraftFolders, ValidateFirst
-from poss_lightning.training.dashboard import Dashboard
+from poss_lightning.training.dashboard import KINDS, Dashboard, draw_acceptance
 from poss_lightning.training.module import SpecialistTraining
 
 DEPTH, EVERY = 4, 10**6
@@ -112,12 +111,12 @@ def test_nothing_is_rendered_as_markdown(run):
 
 def test_a_figure_shows_every_kind_of_pos_acc(run):
     assert [image.step for image in run.events.Images("val_pos_acc/by_position")] == [10, 20]
-    logged = {f"val_pos_acc_{kind}/depth_1": 0.5 + n / 10 for n, kind in enumerate(panels.KINDS)}
+    logged = {f"val_pos_acc_{kind}/depth_1": 0.5 + n / 10 for n, kind in enumerate(KINDS)}
     logged["val/tau_tree"] = 1.5
     start = {"val/tau_tree": 1.2, "val_pos_acc_tree/depth_1": 0.4, "val_pos_acc_chain/depth_1": 0.3}
-    axes = panels.draw_acceptance(logged, 3, 7, start).axes[0]
+    axes = draw_acceptance(logged, 3, 7, start).axes[0]
     assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50", "tree at the start, τ 1.20"]
-    assert not panels.draw_acceptance({}, 3, 7, {}).axes[0].lines
+    assert not draw_acceptance({}, 3, 7, {}).axes[0].lines
 
 
 def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, store, tmp_path):
