@@ -6,7 +6,7 @@ import pytest
 
 from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
-from tests.support.talks import talks
+from tests.support.talks import SIZES, talks
 
 
 @pytest.fixture(scope="session")
@@ -15,8 +15,7 @@ def make_store(tmp_path_factory) -> Callable[..., str]:
 
     def make(target: Target, limit: int | None = None, **options) -> str:
         folder = tmp_path_factory.mktemp("store")
-        sizes = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
-        write_store(folder, target, talks()[:limit], **sizes, **options)
+        write_store(folder, target, talks()[:limit], **SIZES, **options)
         return str(folder)
 
     return make

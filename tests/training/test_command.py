@@ -105,20 +105,6 @@ def test_a_requeued_slurm_job_resumes_or_restarts(poss, small, tmp_path, monkeyp
 
 
 @pytest.mark.nightly
-def test_it_resumes_in_its_own_folder_where_folders_are_numbered(poss, small, tmp_path):
-    names = ("--trainer.logger.save_dir", "runs", "--trainer.logger.name")
-    command = ("fit", *small, *SHORT, "--trainer.logger", "TensorBoardLogger", *names)
-    last = "runs/hass/version_0/checkpoints/last.ckpt"
-    assert poss(*command, "hass", "--trainer.max_steps", "1").code is None
-    resume = ("fit", "--config", "runs/hass/version_0/config.yaml", "--ckpt_path", last)
-    assert poss(*resume, "--trainer.max_steps", "2").code is None
-    assert [folder.name for folder in (tmp_path / "runs/hass").iterdir()] == ["version_0"]
-    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
-    fork = poss(*resume, "--trainer.logger.name", "fork", "--trainer.max_steps", "3")
-    assert fork.code is None and (tmp_path / "runs/fork/version_0/draft-best/model.safetensors").is_file()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGINT, 1)], ids=str)
 def test_a_stopped_training_fails_and_says_how_to_resume(small, tmp_path, number, code):
     endless = ("--trainer.max_steps", "100000", "--trainer.max_epochs", "-1", "--trainer.log_every_n_steps", "1")

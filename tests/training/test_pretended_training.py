@@ -29,11 +29,10 @@ from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE, tensors_of
 from tests.support.ranks import QUIET
 from tests.support.stores import contents
-from tests.support.talks import EAGLE3, talks
+from tests.support.talks import EAGLE3, SIZES, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
-STORE = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
 PASSES = 3
 ADAMW, MUON = {"optimizer": "adamw"}, {"optimizer": "muon"}
@@ -82,7 +81,7 @@ def stores(tmp_path_factory) -> dict[str, str]:
     """Of each kind of draft, as the host writes them."""
     folders = {kind: tmp_path_factory.mktemp(kind) for kind in LAYERS}
     for kind, folder in folders.items():
-        write_store(folder, load("cpu", kind), talks(), layers=LAYERS[kind], **STORE)
+        write_store(folder, load("cpu", kind), talks(), layers=LAYERS[kind], **SIZES)
     return {kind: str(folder) for kind, folder in folders.items()}
 
 
@@ -201,7 +200,7 @@ def test_a_pinned_batch_is_moved_once_and_without_a_wait(device, stores, kind):
 def test_a_store_holds_the_hosts_features(device, tmp_path, kind, stored):
     """Extraction: the forward is done on the device, and what is kept comes from there."""
     for name, where in (("host", "cpu"), ("ours", DEVICE)):
-        write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **STORE)
+        write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **SIZES)
     assert contents(tmp_path / "host").keys() == contents(tmp_path / "ours").keys()
     host, ours = (FeatureStore(str(tmp_path / name)) for name in ("host", "ours"))
     step = {"exact": 1e-4, "float8": 0.07}[stored]  # one code of 8 bits

@@ -132,34 +132,25 @@ def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
     assert expected["model"]["loss"] == only.get("model", {}).get("loss")
 
 
-@pytest.mark.parametrize("name", ["hass", "poss2"])
-def test_the_demo_trains_with_the_options_of_print_config(name, tmp_path, capsys, trained):
+def test_the_demo_trains_with_the_options_of_print_config(tmp_path, capsys, trained):
     with pytest.raises(ValueError, match="has no draft-last"):
-        demo._fit(tmp_path, name, store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
+        demo._fit(tmp_path, "poss2", store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
     (options,) = trained
     given = {"data": {"store": "s"}, "model": {"vocabulary_size": 9, "start_from": "embedded-hass"}}
     steps = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
     given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
-    files = ("--config", "demo.yaml", "--config", f"draft/{name}.yaml")
+    files = ("--config", "demo.yaml", "--config", "draft/poss2.yaml")
     expected = printed(capsys, *files, "--config", yaml.safe_dump(given, default_flow_style=True))
     del options["trainer"]["logger"], expected["trainer"]["logger"]
     assert options == expected
 
 
-def test_a_later_loss_replaces_an_earlier_one():
-    """Terms were added up once."""
-    above = {"model": {"allocation": [2], "loss": {"feature": 1, "acceptance": 1}}}
-    assert compose("published.yaml", above)["model"]["loss"] == {"feature": 1, "acceptance": 1}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"trainr": {"max_steps": 7}}, "'trainr.max_steps'"),
         ({"trainer": {"max_step": 7}}, "did you mean trainer.max_steps"),
         ({"weights_only": False}, "'weights_only'"),
         ({"data": {"store": "s3://host/${oc.env:POSS_SECRET}"}}, '"data.store": a config takes nothing from the env'),
-        ({"model": {"start_from": "${oc.decode:${oc.env:POSS_SECRET}}"}}, '"model.start_from": a config takes noth'),
         ({"trainer": {"default_root_dir": "$POSS_SECRET/runs"}}, "default_root_dir is '.*: a config takes nothing"),
         ({"trainer": {"val_check_interval": "${trainer.max_stepss}"}}, "max_stepss"),
     ],
@@ -186,12 +177,13 @@ def test_a_name_with_dots_beside_its_group_is_refused(tmp_path):
         compose("draft/poss2.yaml", str(tmp_path / "a.yaml"))
 
 
-@pytest.mark.parametrize("logger", [None, CSV, [CSV, TENSORBOARD]], ids=str)
-def test_a_name_is_given_to_every_logger(logger):
-    named = compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": logger}})["trainer"]["logger"]
-    for each in named if isinstance(named, list) else [named]:
-        assert each["init_args"]["name"] == "a"
-        assert logger or (each["init_args"]["save_dir"], each["init_args"]["version"]) == ("runs", "")
+def test_a_name_is_given_to_every_logger():
+    def named(logger):
+        return compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": logger}})["trainer"]["logger"]
+
+    own = named(None)["init_args"]
+    assert (own["save_dir"], own["name"], own["version"]) == ("runs", "a", "")
+    assert [logger["init_args"]["name"] for logger in [named(CSV), *named([CSV, OTHER])]] == ["a", "a", "a"]
     with pytest.raises(ValueError, match=r"name is 'a', but trainer.logger is False: a folder needs a logger"):
         compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": False}})
 

@@ -43,12 +43,6 @@ def inner(make_store):
     return make_store(tiny_target(num_hidden_layers=7), layers=(2, 6, 3, 4))
 
 
-@pytest.fixture
-def source(request, store, inner):
-    """The store of a kind of draft, and the options of its training."""
-    return (store, {}) if request.param == "eagle2" else (inner, EAGLE3 | {"vocabulary_size": 200})
-
-
 def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true", allocation=(2, 2), **changes):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, list(allocation), learning_rate=3e-3, warmup=0.05, **changes)
@@ -66,15 +60,11 @@ def fit(store, folder, steps=60, callbacks=(), resume=None, precision="32-true",
     return module, trainer
 
 
-@pytest.mark.parametrize(
-    ("precision", "computed"),
-    [("bf16-mixed", torch.bfloat16), pytest.param("32-true", torch.float32, marks=pytest.mark.nightly)],
-)
-def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_folder, tmp_path, precision, computed):
+def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_folder, tmp_path):
     half, losses = make_store(Target.load(tiny_folder, "bfloat16")), []
     for name, source in (("float32", store), ("half", half)):
-        module, trainer = fit(source, tmp_path / name, steps=4, precision=precision)
-        assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == computed
+        module, trainer = fit(source, tmp_path / name, steps=4, precision="bf16-mixed")
+        assert module.embed_head.head.dtype == module.embed_head.embedding.dtype == torch.bfloat16
         losses.append(float(trainer.callback_metrics["val/loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
@@ -189,9 +179,8 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
         assert draft.vocabulary is None if common is None else draft.vocabulary.equal(common)
 
 
-@pytest.mark.parametrize("kind", [{}, EAGLE3], ids=["eagle2", "eagle3"])
-def test_a_vocabulary_of_all_tokens_is_none(inner, kind):
-    draft = SpecialistTraining(inner, [2], **kind, vocabulary_size=320).draft
+def test_a_vocabulary_of_all_tokens_is_none(store):
+    draft = SpecialistTraining(store, [2], vocabulary_size=320).draft
     assert draft.vocabulary is None and draft.config.vocabulary_size is None
 
 
@@ -215,13 +204,12 @@ def test_samples_have_only_the_layers_that_are_read(inner):
     assert none.layers.shape[1] == 0 and none.draft_input is none.features
 
 
-@pytest.mark.parametrize("source", ["eagle3", pytest.param("eagle2", marks=pytest.mark.nightly)], indirect=True)
-def test_checkpoints_hold_nothing_frozen_and_resume(source, tmp_path):
-    store, options = source
+def test_checkpoints_hold_nothing_frozen_and_resume(inner, tmp_path):
+    options = EAGLE3 | {"vocabulary_size": 200}
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    module, _ = fit(store, tmp_path, steps=4, callbacks=[keep], **options)
+    module, _ = fit(inner, tmp_path, steps=4, callbacks=[keep], **options)
     assert not any("embed_head" in name for name in module.state_dict())
-    again, _ = fit(store, tmp_path, steps=4, resume=tmp_path / "step=2.ckpt", **options)
+    again, _ = fit(inner, tmp_path, steps=4, resume=tmp_path / "step=2.ckpt", **options)
     assert all(torch.equal(a, b) for a, b in zip(again.draft.parameters(), module.draft.parameters(), strict=True))
 
 
@@ -289,12 +277,9 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
     assert all(a > b for a, b in pairwise(values[10:]))
 
 
-def test_validation_is_as_deep_as_decoding(store):
-    module = SpecialistTraining(store, [6], depth=1)
-    assert (module.draft.config.depth, module.eval_depth) == (1, 6)
-
-
-def test_a_single_pass_can_be_validated(store):
+def test_a_validation_is_as_deep_as_decoding_be_it_a_single_pass(store):
+    deep = SpecialistTraining(store, [6], depth=1)
+    assert (deep.draft.config.depth, deep.eval_depth) == (1, 6)
     module = SpecialistTraining(store, [1])
     trainer = lightning.Trainer(**CPU)
     values = trainer.validate(module, FeatureData(store, batch_tokens=512, validation=0.2), verbose=False)[0]
