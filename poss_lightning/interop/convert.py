@@ -101,9 +101,6 @@ def parse_published(
     Args:
         published: content of its config.json, on one level.
         tensors: of its file.
-
-    Raises:
-        ValueError: they contradict each other, the layout, the allocation or the target.
     """
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
     layers = max(layout.count_layers(tensors), 1)

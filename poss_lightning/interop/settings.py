@@ -50,9 +50,6 @@ def parse_config(
         published: content of config.json.
         vocabulary: tokens that the draft proposes, by its tensors.
         layers: of a block draft, by its tensors.
-
-    Raises:
-        ValueError: a value contradicts the target, or what a draft of ours computes; the message names it.
     """
     stated = {name: value for name, value in published.items() if value is not None}
     rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")  # as transformers merges them

@@ -23,11 +23,7 @@ OUTER_KEYS |= {LAYER_IDS, "eagle_config"}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of this format, under the keys of EAGLE-3's.
-
-    Raises:
-        ValueError: it is of a different method, or its layer is not a Llama's.
-    """
+    """A config.json of this format, under the keys of EAGLE-3's."""
     layer = mapping(stored, LAYER_KEYS)
     check_setting(bool(layer), LAYER_KEYS, stored.get(LAYER_KEYS), "it must describe the draft's layer")
     width = layer.get("hidden_size")

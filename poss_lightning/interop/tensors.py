@@ -50,9 +50,6 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> T
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
     ids. Engines ignore t2d, so it may be missing, or mark nothing.
-
-    Raises:
-        ValueError: d2t is missing, or does not lead to token ids, or contradicts t2d.
     """
     rows = len(tensors.get(HEAD, range(total)))
     if layout.vocabulary != "d2t" or (rows == total and not tensors.keys() & {TO_TARGET, TO_DRAFT}):
@@ -80,9 +77,6 @@ def to_ours(
 
     Args:
         ids: the token ids that it proposes, from `find_vocabulary`.
-
-    Raises:
-        ValueError: a tensor is missing, has no place in the layout, has a wrong shape, or no finite numbers.
     """
     names, kept = layout.number_names(config), ids if config.vocabulary_size else None
     lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}

@@ -36,10 +36,6 @@ class EngineReader:
         layers: inner layers that are kept, too.
         start: starts the engine, which writes the outputs of the layers it is given, counted from 1, ascending.
         device: where features are normed and the head is multiplied.
-
-    Raises:
-        ValueError: the engine's features of a short text are not the target's.
-        NotImplementedError: no module of the target makes features from the output of its last layer.
     """
 
     def __init__(
@@ -88,11 +84,7 @@ def final_norm(target: Target) -> nn.Module:
 
 
 def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The states (T, layers, D) of a text from its file, which is removed; waits until it is complete.
-
-    Raises:
-        ValueError: the file is missing or torn, or of a different text, shape or dtype.
-    """
+    """The states (T, layers, D) of a text from its file, which is removed; waits until it is complete."""
     try:
         with open(f"{file}{LOCK_SUFFIX}") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -127,9 +119,6 @@ def vllm_reader(
     Args:
         max_length: tokens of the longest text; the target's context at most.
         tensor_parallel: GPUs that each layer is split over.
-
-    Raises:
-        ValueError: as `EngineReader`; or vLLM is not installed, or does not start.
     """
     start = partial(Vllm, target, longest=min(max_length, target.spec.context), tensor_parallel=tensor_parallel)
     with announced("starting vLLM"):

@@ -169,12 +169,7 @@ class Specialists(nn.Module):
 
 
 class PossForCausalLM(Eagle3LlamaForCausalLM):
-    """The draft as vLLM's proposer asks for it: it checks the class, so both kinds of drafts derive from EAGLE-3's.
-
-    Raises:
-        RuntimeError: a version of vLLM that was not tested.
-        ValueError: --speculative-config names a different method than the draft's kind needs.
-    """
+    """The draft as vLLM's proposer asks for it: it checks the class, so both kinds of drafts derive from EAGLE-3's."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         nn.Module.__init__(self)

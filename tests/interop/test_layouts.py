@@ -89,19 +89,14 @@ def test_a_draft_comes_back_but_for_what_only_training_knows(convert, target, tm
     assert back == replace(draft.config, target=back.target, depth=6, detach=True)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_scale_goes_into_the_weights(convert, target, tmp_path, exact):
-    """To the bit where it is a power of two, and to float32's rounding elsewhere."""
+def test_a_scale_of_powers_of_two_goes_into_the_weights_to_the_bit(convert, target, tmp_path):
     draft = tiny_draft(target, [6])
-    exponents = torch.randint(-6, 6, (2 * D,), generator=torch.Generator().manual_seed(0))
-    draft.scale.copy_(2.0 ** (exponents if exact else exponents + 0.3))
+    draft.scale.copy_(2.0 ** torch.randint(-6, 6, (2 * D,), generator=torch.Generator().manual_seed(0)))
     draft.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
     convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle")
     back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(2, 1, 9, D)
-    assert (back.scale == 1).all()
-    assert torch.equal(back.join(*some), draft.join(*some)) or not exact
-    torch.testing.assert_close(back.join(*some), draft.join(*some), rtol=1e-5, atol=1e-5)
+    assert (back.scale == 1).all() and torch.equal(back.join(*some), draft.join(*some))
 
 
 def test_a_draft_of_16_bits_loses_nothing_by_its_scale(convert, target, tmp_path):

@@ -14,7 +14,7 @@ import torch
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
-from poss_lightning.interop.layouts import find_layout
+from poss_lightning.interop.layouts import METHODS, find_layout
 from poss_lightning.serving import plugin
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
@@ -46,7 +46,6 @@ class Case:
 CASES = {
     "eagle": Case([6], plugin=False),
     "eagle3": Case([6], {"kind": "eagle3"}, plugin=False),
-    "speculators": Case([6], {"kind": "eagle3"}, True, plugin=False, output_format="speculators"),
     "speculators, EAGLE-3.1": Case(
         [6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, True, plugin=False, output_format="speculators"
     ),
@@ -61,8 +60,6 @@ CASES = {
     "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
     "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0, "norm_eps": 0.01}),
     "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
-    "eagle3, fc_norm": Case([6], {"kind": "eagle3", "fc_norm": True}, plugin=False),
-    "eagle3, norm_output": Case([6], {"kind": "eagle3", "norm_output": True}, plugin=False),
     "eagle3, normed residual": Case([6], {"kind": "eagle3", "norm_before_residual": True}, plugin=False, steps=20),
     "eagle3, norm before fc": Case(
         [2, 2, 2],
@@ -77,7 +74,6 @@ CASES = {
         steps=20,
     ),
     "eagle3, Llama 3.1's angles": Case([6], {"kind": "eagle3", "rope_scaling": LLAMA3}, plugin=False, steps=60),
-    "eagle3.1, specialists": Case([2, 2, 2], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, steps=20),
     "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
     "block": Case([6], {"kind": "block"}, plugin=False),
     "block of two layers": Case([6], {"kind": "block", "block_layers": 2}, plugin=False),
@@ -128,8 +124,7 @@ def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     assert find_layout(case.output_format, draft.config).states_draft == case.plugin
     draft.save_pretrained(tmp_path / "ours")
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format=case.output_format, target=str(folder))
-    method = {"eagle2": "eagle", "eagle3": "eagle3", "block": "dflash"}[draft.config.kind]
-    served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", method, case.depth)
+    served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", METHODS[draft.config.kind], case.depth)
     ours = draft_here(target, draft, PROMPTS, LIMIT, case.depth)
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
     assert served == ours
