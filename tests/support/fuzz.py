@@ -15,23 +15,10 @@ from hypothesis import strategies as st
 from poss_lightning import cli
 
 SMALL = [1, 2, 3, 5]
-ODD = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "five", "", "null", "["]
-ODD += ["1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
-TEXTS = [
-    "",
-    " ",
-    "nowhere",
-    "a" * 300,
-    "[2,2",
-    "{a: b",
-    "<|im_end|>",
-    "\x1b[31m",
-    "..",
-    "null",
-    "é\udcff",
-    "a\nb",
-    "%s",
-]
+NUMBERS = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
+TEXTS = ["", " ", "null", "nowhere", "a" * 300, "[", "[2,2", "{a: b"]
+TEXTS += ["<|im_end|>", "\x1b[31m", "..", "é\udcff", "a\nb", "%s"]
+ODD = [*map(str, NUMBERS), *TEXTS]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
 PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
@@ -54,7 +41,7 @@ class Command(NamedTuple):
 def value(hint: Any) -> st.SearchStrategy[str]:
     """A value for an option of that type, valid or not."""
     inner, kind = get_args(hint), get_origin(hint)
-    odd = st.sampled_from(ODD).map(str)
+    odd = st.sampled_from(ODD)
     if kind is Annotated:
         return value(inner[0])
     if kind in (Union, UnionType):
@@ -75,7 +62,7 @@ def value(hint: Any) -> st.SearchStrategy[str]:
 def text() -> st.SearchStrategy[str]:
     """A text, or the name of something that exists, whole or broken."""
     drawn = st.text(st.characters(exclude_characters="\x00"), max_size=12)
-    return st.sampled_from(TEXTS) | st.sampled_from(PLACES).map("{{inputs}}/{}".format) | drawn
+    return st.sampled_from(ODD) | st.sampled_from(PLACES).map("{{inputs}}/{}".format) | drawn
 
 
 # --- corpora ---
@@ -141,7 +128,17 @@ def command_lines(draw: Callable, name: str) -> Command:
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
-        return Command(*_with_config([name, *FIT, *draw(_training())], files, draw(_config(names))))
+        arguments = [name, *FIT, *draw(_training())]
+    else:
+        names, arguments = draw(_options(name))
+    if (config := draw(_config(names))) is not None:
+        arguments, files["options.yaml"] = [*arguments, "--config={inputs}/mine/options.yaml"], config
+    return Command(arguments, files, draw(st.text(max_size=20)))
+
+
+@st.composite
+def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
+    """Names of a tool's options, and a command line of it."""
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
     ending = {"synthesize": ".jsonl"}.get(name, "")
@@ -151,30 +148,21 @@ def command_lines(draw: Callable, name: str) -> Command:
     for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):
         given[option] = draw(value(optional[option])) if option in optional else "1"
     arguments += [f"--{option}={text}" for option, text in given.items()]
-    return Command(*_with_config(arguments, files, draw(_config([*parameters, "wrong"]))), draw(st.text(max_size=20)))
+    return [*parameters, "wrong"], arguments
 
 
 def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
     """A config with some of these options, or bytes; mostly None."""
-    leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD]) | st.sampled_from(TEXTS)
+    leaf = st.none() | st.booleans() | st.sampled_from([*SMALL, *ODD])
     option = st.recursive(leaf, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.just("a"), inner))
     good = st.dictionaries(st.sampled_from(names), option, max_size=2).map(lambda options: json.dumps(options).encode())
-    return st.sampled_from([None, None, None, good, st.binary(max_size=9)]).flatmap(
-        lambda drawn: st.none() if drawn is None else drawn
-    )
-
-
-def _with_config(arguments: list[str], files: dict[str, bytes], config: bytes | None) -> tuple:
-    if config is None:
-        return arguments, files
-    return [*arguments, "--config={inputs}/mine/options.yaml"], files | {"options.yaml": config}
+    return st.one_of(st.none(), st.none(), st.none(), good, st.binary(max_size=9))
 
 
 def _argument(parameter: Parameter) -> st.SearchStrategy[str]:
-    outs = [st.sampled_from(OUTS)] if parameter.name == "out" else []
-    odd = st.one_of([*outs, value(parameter.annotation)])
-    likely = st.sampled_from([LIKELY[parameter.name]] * 5 + [None]) if parameter.name in LIKELY else st.none()
-    drawn = likely.flatmap(lambda text: odd if text is None else st.just(text))
+    odd = value(parameter.annotation) | st.sampled_from(OUTS if parameter.name == "out" else [""])
+    likely = st.just(LIKELY[parameter.name]) if parameter.name in LIKELY else odd
+    drawn = st.one_of(odd, *[likely] * 5)
     return drawn.map(lambda text: text if text[:1] != "-" else "x")
 
 
@@ -198,14 +186,12 @@ def _training() -> st.SearchStrategy[list[str]]:
 def command_lines_over_corpora(draw: Callable) -> Command:
     """A valid command line of a command that reads conversations or questions, which may be anything."""
     corpora = "{inputs}/mine/corpus.jsonl"
-    name, arguments, more = draw(
-        st.sampled_from(
-            [
-                ("extract", [corpora, "out"], {}),
-                ("synthesize", ["out.jsonl"], {"prompts": f"[{corpora}]"}),
-                ("benchmark", ["out"], {"suites": f"[{corpora}]"}),
-            ]
-        )
-    )
+    lines = {
+        "extract": ([corpora, "out"], {}),
+        "synthesize": (["out.jsonl"], {"prompts": f"[{corpora}]"}),
+        "benchmark": (["out"], {"suites": f"[{corpora}]"}),
+    }
+    name = draw(st.sampled_from([*lines]))
+    arguments, more = lines[name]
     options = [f"--{option}={text}" for option, text in (TINY | ALWAYS[name] | more).items()]
     return Command([name, *arguments, *options], {"corpus.jsonl": draw(corpus())})
