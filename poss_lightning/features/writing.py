@@ -28,8 +28,7 @@ from poss_lightning.features.manifest import (
     check_files,
     is_finished,
 )
-from poss_lightning.features.reading import Reader, TargetReader
-from poss_lightning.features.shards import TokenizedText, write_shard
+from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
 from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.fingerprints import same_weights
