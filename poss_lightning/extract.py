@@ -77,8 +77,6 @@ def extract(
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *STORE_FILES)
-    if layers and len(set(layers)) < len(layers):
-        raise ValueError(f"layers is {layers}; name each layer once")
     rank = this_rank()
     _check_engine(engine, tensor_parallel, parallel)
     conversations = read_conversations(corpus, split, limit, strict)
