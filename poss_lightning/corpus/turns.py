@@ -125,8 +125,8 @@ def _text(content: Any, where: str, name: str = "content") -> str:
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
             raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
         texts: list[Any] = [part.get("text", part.get("content")) for part in parts]
-        if odd := next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None):
-            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd))}")
+        if odd := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
+            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd[0])) or 'nothing'}")
         content = "".join(texts)
     if not isinstance(content, str):
         raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")

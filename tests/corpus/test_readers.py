@@ -241,6 +241,7 @@ MALFORMED = [
     (message(role="function_call", content="weather()"), "messages[0]: a tool call must have a function with a name"),
     ({"messages": [HI, HELLO | {"function_calls": "f(x=1)"}]}, "messages[1]: a tool call must have a function with a"),
     ({"messages": [BRIEF | {"functions": '[{"name": "f"}]'}, HI, HELLO]}, "messages[0] has 'functions'; tools are"),
+    (message(content=[{}]), "messages[0] has a part without a text; it has nothing"),
     (message(content=[{"image": "a.png"}, {"text": "b"}]), "messages[0] has a part without a text; it has 'image'"),
     (
         {"messages": [HI, CALLING | {"tool_calls": [{"name": "weather", "given": {}}]}]},
