@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.features.encoding import Stored
 from poss_lightning.features.manifest import Manifest, is_finished, verify_files
-from poss_lightning.features.reading import TargetReader
 from poss_lightning.features.remote import local_copy
-from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.writing import STORE_FILES, write_store
 from poss_lightning.files import check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
@@ -33,7 +33,7 @@ def extract(
     shard_mb: Mebibytes = 512,
     dtype: str = "auto",
     device: str = "auto",
-    stored: Literal["exact", "float8"] = "exact",
+    stored: Stored = "exact",
     layers: list[Layer] | None = None,
     parallel: Parallel = "none",
     engine: Literal["transformers", "vllm"] = "transformers",
@@ -73,13 +73,10 @@ def extract(
     """
     if verify:
         verify_files(local_copy(out))
-        FeatureStore(out)
         return print(f"{without_secrets(out)}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *STORE_FILES)
-    if layers and len(set(layers)) < len(layers):
-        raise ValueError(f"layers is {layers}; name each layer once")
     rank = this_rank()
     _check_engine(engine, tensor_parallel, parallel)
     conversations = read_conversations(corpus, split, limit, strict)

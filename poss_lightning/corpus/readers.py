@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem, unused
 from poss_lightning.corpus.regular import SIDES, make_regular
-from poss_lightning.corpus.turns import finish_of, has_calls, read_message, refuse_half_pairs, unpacked
+from poss_lightning.corpus.turns import filled, finish_of, has_calls, read_message, refuse_half_pairs, unpacked
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.template import THOUGHTS, Message
 
@@ -131,14 +131,14 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 def check_text(record: dict[str, Any]) -> None:
     """Raise Malformed where a record has images, audio or video."""
-    if media := next((key for key in _MEDIA if record.get(key)), None):
+    if media := filled(record, *_MEDIA):
         raise Malformed(f"it has {media!r}, and only text is read")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
     """The system message that a record has beside its turns, if any."""
-    texts = [record[key] for key in ("system", "system_prompt") if record.get(key)]
-    return [read_message({"role": "system", "content": text}, "system") for text in texts[:1]]
+    key = filled(record, "system", "system_prompt")
+    return [read_message({"role": "system", "content": record[key]}, "system")] if key else []
 
 
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     if key:
         return turns, key
     asked, question = question_of(record)
-    answered = next((key for key in _ANSWERED if record.get(key)), None)
+    answered = filled(record, *_ANSWERED)
     if not answered and record.get("tools") and has_calls(record.get("answers")):  # as xLAM has them
         answered, record = "answers", record | {"answers": [{"role": "tool_call", "content": record["answers"]}]}
     if asked and answered:
@@ -202,7 +202,7 @@ def _alternating(turns: Any) -> Any:
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
-    asked = next((key for key in _ASKED if record.get(key)), "")
+    asked = filled(record, *_ASKED) or ""
     question = as_chat(record.get(asked)) or _one(record, asked)
     for beside in ("input", "context"):
         if isinstance(question, str) and beside != asked and record.get(beside):

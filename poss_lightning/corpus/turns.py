@@ -41,12 +41,25 @@ def read_message(turn: object, where: str) -> Message:
     """
     if not isinstance(turn, dict):
         raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
+    return refuse_half_pairs(_message(turn, _role(turn, where), where), where)
+
+
+def filled(record: dict[str, Any], *keys: str) -> str | None:
+    """The first of these fields that a record has something in."""
+    return next((key for key in keys if record.get(key)), None)
+
+
+def _role(turn: dict[str, Any], where: str) -> str:
     said = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
     if said is None:
         raise Malformed(f"{where} has no 'role'")
     role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
     if role is None:
         raise Malformed(f"{where}: unknown role {said!r}, known are {', '.join(_ROLES)}")
+    return role
+
+
+def _message(turn: dict[str, Any], role: str, where: str) -> Message:
     if not {"content", "value", *_CALL_FIELDS} & turn.keys():
         raise Malformed(f"{where} has no 'content'")
     if tools := next((key for key in ("functions", "tools") if unpacked(turn.get(key))), None):
@@ -59,14 +72,14 @@ def read_message(turn: object, where: str) -> Message:
         value = json.dumps(value, ensure_ascii=False, default=str)
     content = _text(value, where)
     named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
-    message: Message = {"role": role, "content": content} | refuse_half_pairs(named, where)
+    message: Message = {"role": role, "content": content} | named
     if role != "assistant":
         return message
-    if calls := next((turn[key] for key in _CALL_FIELDS if turn.get(key)), None):
-        message["tool_calls"] = _calls(calls, where)
-    thoughts = next((turn[key] for key in (*THOUGHTS, "thoughts", "thought") if turn.get(key)), None)
-    if thoughts and "</think>" not in content:  # else the content has them already, as where it repeats them
-        said = _text(thoughts, where, "thoughts")
+    if called := filled(turn, *_CALL_FIELDS):
+        message["tool_calls"] = _calls(turn[called], where)
+    thought = filled(turn, *THOUGHTS, "thoughts", "thought")
+    if thought and "</think>" not in content:  # else the content has them already, as where it repeats them
+        said = _text(turn[thought], where, "thoughts")
         message |= thinking(said) if said.strip() not in content else {}
     if tokens := turn.get("tokens"):
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
@@ -89,10 +102,9 @@ def finish_of(said: dict[str, Any]) -> Message:
 def _weight(turn: dict[str, Any]) -> Message:
     if turn.get("train_detail"):
         raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
-    trained, masked = (
-        [_yes(turn, key) for key in keys if turn.get(key) not in (None, "")] for keys in (_WEIGHTS, _MASKS)
-    )
-    return {"weight": 0} if any(masked) or not all(trained) else {}
+    given = [key for key in (*_WEIGHTS, *_MASKS) if turn.get(key) not in (None, "")]
+    kept_out = [_yes(turn, key) == (key in _MASKS) for key in given]  # all are read: none may be malformed
+    return {"weight": 0} if any(kept_out) else {}
 
 
 def _yes(turn: dict[str, Any], key: str) -> bool:
@@ -113,18 +125,18 @@ def _text(content: Any, where: str, name: str = "content") -> str:
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
             raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
         texts: list[Any] = [part.get("text", part.get("content")) for part in parts]
-        if odd := next((part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)), None):
-            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd))}")
+        if odd := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
+            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd[0])) or 'nothing'}")
         content = "".join(texts)
     if not isinstance(content, str):
         raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
-    return refuse_half_pairs(content, f"{where}: {name!r}")
+    return content
 
 
 def refuse_half_pairs(said: Any, what: str) -> Any:
     """A value without half a surrogate pair in any of its texts."""
     try:
-        (said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)).encode()
+        json.dumps(said, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise Malformed(f"{what} holds half a surrogate pair, which is not text") from error
     return said
@@ -143,7 +155,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         arguments = unpacked(function[key]) if key else {}
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return refuse_half_pairs(found, f"{where}: a tool call")
+    return found
 
 
 def has_calls(value: Any) -> bool:

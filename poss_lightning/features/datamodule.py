@@ -81,8 +81,7 @@ class FeatureData(lightning.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Let batches carry the inner layers that the module in training reads, and no others."""
-        if stage == "fit":
-            self.schedule = None  # left by a fit that failed
+        self.schedule = None  # of an earlier fit
         module = self.trainer and self.trainer.lightning_module
         self.source = self.source.select(getattr(module, "layers", ()))
 
@@ -114,9 +113,6 @@ class FeatureData(lightning.LightningDataModule):
         epoch = self.trainer.current_epoch
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
         return batch._replace(draft_input=add_noise(batch, self.noise, seeds))
-
-    def teardown(self, stage: str) -> None:
-        self.schedule = None
 
     def _schedule(self, indices: list[int], training: bool) -> Schedule:
         rank, world, accumulate, reorders = 0, 1, 1, True

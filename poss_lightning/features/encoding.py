@@ -4,10 +4,12 @@
 leave the median entry about six of int8's 127 levels. A floating-point number keeps its relative precision.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-STORED = ("exact", "float8")
+Stored = Literal["exact", "float8"]
 SCALE_BYTES = 4  # a float32 before the codes of its vector
 
 

@@ -1,13 +1,13 @@
 """What a feature store holds, file by file. It is written last: a folder with a manifest is a finished store."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
-from poss_lightning.features.encoding import STORED
+from poss_lightning.features.encoding import Stored
 from poss_lightning.files import atomic, sha256
 from poss_lightning.machine import DTYPES
 from poss_lightning.ranges import describe_refusal
@@ -15,7 +15,6 @@ from poss_lightning.target.spec import TargetSpec
 
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
-Stored = Annotated[str, Field(pattern=f"^({'|'.join(STORED)})$")]
 
 
 class StoreError(ValueError):
@@ -50,9 +49,9 @@ class Manifest:
     tokens: int
     embed_head: Annotated[FileEntry, Field(alias="ends")]
     shards: tuple[FileEntry, ...]
-    stored: Stored = "exact"
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
-    layers: tuple[int, ...] = ()  # whose outputs are kept too, as `Target.text_layers` counts them
+    stored: Stored
+    chat_template_kwargs: dict[str, Any]  # variables of the chat template
+    layers: tuple[int, ...]  # whose outputs are kept too, as `Target.text_layers` counts them
 
     @property
     def files(self) -> tuple[FileEntry, ...]:

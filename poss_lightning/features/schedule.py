@@ -58,11 +58,6 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     held_out, train = np.flatnonzero(ranks < border).tolist(), np.flatnonzero(ranks >= border).tolist()
     if not held_out:
         raise ValueError("there is one conversation: none can be held out for validation")
-    if border != validation:
-        smaller = min(len(train), len(held_out))
-        logger.info(
-            "validation %s of %d conversations leaves a side empty: it gets %d of them", validation, len(ranks), smaller
-        )
     return train, held_out
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from poss_lightning.corpus.formats import CorpusError, report_left_out
+from poss_lightning.corpus.formats import CorpusError, report_left_out, unused
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
@@ -28,8 +28,7 @@ from poss_lightning.features.manifest import (
     check_files,
     is_finished,
 )
-from poss_lightning.features.reading import Reader, TargetReader
-from poss_lightning.features.shards import TokenizedText, write_shard
+from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
 from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.fingerprints import same_weights
@@ -98,20 +97,24 @@ def write_store(
     with work.exclusive():
         if not is_finished(folder):
             remove_leftovers(folder, ANYWHERE)  # of killed processes, perhaps on other machines
-            head, tokens = _write_embed_head(folder, target), sum(len(text.tokens) for text in texts)
-            counts = {"samples": len(texts), "tokens": tokens}
-            Manifest(target=target.spec, embed_head=head, shards=entries, **counts, **features).write(folder)
+            Manifest(
+                target=target.spec,
+                embed_head=_write_embed_head(folder, target),
+                shards=entries,
+                samples=len(texts),
+                tokens=sum(len(text.tokens) for text in texts),
+                **features,
+            ).write(folder)
     work.clear()
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:
     """Raise StoreError where the finished store in `folder` has other settings."""
     manifest = check_files(folder)
-    stored = {name: getattr(manifest, name) for name in settings if name not in ("target", "template")}
-    stored |= {"target": manifest.target.fingerprint, "template": manifest.target.template}
+    stored = vars(manifest) | {"target": manifest.target.fingerprint, "template": manifest.target.template}
     if same_weights(stored["target"], settings["target"]):
         stored["target"] = settings["target"]
-    if changed := differences(stored, settings):
+    if changed := differences({name: stored[name] for name in settings}, settings):
         raise StoreError(f"{folder} holds a different store ({'; '.join(changed)}): choose another folder or remove it")
 
 
@@ -122,25 +125,24 @@ def _write_shards(
     shards: dict[Path, Shard], work: Work, reader: Reader, stored: str, rank: Rank
 ) -> tuple[FileEntry, ...]:
     """Write this rank's share of the shards, then those that no other process is writing; the entries of all so far."""
-    _write_share(shards, work, reader, stored, rank)
-    if not all(_is_done(path, work) for path in shards):
+    items = list(shards.items())
+    ordered = dict(items[number] for number in order(len(items), rank))
+    _write_missing(ordered, work, reader, stored, rank)
+    if missing := {path: batches for path, batches in ordered.items() if not _is_done(path, work)}:
         time.sleep(LATE)  # else each of two machines might think that the other has not finished
-        _write_share(shards, work, reader, stored, rank, again=True)
+        _write_missing(missing, work, reader, stored, rank)
     return tuple(entry for path in shards if (entry := _entry(path, work)))
 
 
-def _write_share(
-    shards: dict[Path, Shard], work: Work, reader: Reader, stored: str, rank: Rank, again: bool = False
-) -> None:
+def _write_missing(shards: dict[Path, Shard], work: Work, reader: Reader, stored: str, rank: Rank) -> None:
     sizes = {path: sum(len(text.tokens) for batch in batches for text in batch) for path, batches in shards.items()}
-    paths, total = list(shards), sum(sizes.values())
-    with tqdm(total=total, unit="token", unit_scale=True, desc="extract", disable=again or rank.rank > 0) as bar:
-        for path in (paths[number] for number in order(len(paths), rank)):
+    total = sum(sizes.values())
+    with tqdm(total=total, unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
+        for path, batches in shards.items():
             if not _is_done(path, work):  # asked before the lock, which would leave a file in a finished store
                 with work.part(path.stem) as acquired:
                     if acquired and not _is_done(path, work):
-                        entry = write_shard(path, reader, shards[path], stored, bar)
-                        work.write_receipt(path.stem, asdict(entry))
+                        work.write_receipt(path.stem, asdict(write_shard(path, reader, batches, stored, bar)))
                         continue
             bar.update(sizes[path])
 
@@ -183,7 +185,7 @@ def tokenize(
         tell: log how many are left out, and why.
         strict: a conversation that the template refuses is an error; see `report_left_out`.
     """
-    texts, refused, short, ids = [], [], 0, {conversation.id for conversation in conversations}
+    texts, refused, short, used = [], [], 0, {conversation.id: 1 for conversation in conversations}
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         try:
             rendered = target.chat.texts(conversation.messages, conversation.template)
@@ -198,16 +200,11 @@ def tokenize(
             if not any(stop - start >= 2 for start, stop in spans):
                 short += 1
                 continue
-            name = conversation.id
-            if len(rendered) > 1:
-                name = f"{name}/{number}"
-                while name in ids:
-                    name += "'"
-                ids.add(name)
+            name = unused(f"{conversation.id}/{number}", used) if len(rendered) > 1 else conversation.id
             draws = tuple(conversation.messages[i].get("drawn") for i in text.answers[: len(spans)])
             draws = draws if any(draws) else ()
             texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest, draws))
-    if refused and (tell or strict):
+    if tell or strict:
         report_left_out("{} conversations that the target cannot read", refused, len(conversations), strict)
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")

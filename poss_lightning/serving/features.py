@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from poss_lightning.features.reading import TargetReader, TextFeatures
+from poss_lightning.features.shards import TargetReader, TextFeatures
 from poss_lightning.serving import TESTED
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose

@@ -195,7 +195,6 @@ def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"conversations": 0}, "conversations is 0"),
         ({"temperature": 0.0}, "temperature is 0"),
         ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
     ],

@@ -69,9 +69,9 @@ def test_an_answer_that_the_template_rewrites_later_is_a_text_of_its_own(caplog)
     texts = tokenize(
         target, [conversation("b/2", "hi", "a cat sat"), conversation("b", "so", "blue", "so", "red")], 500
     )
-    assert {text.id: len(text.spans) for text in texts} == {"b/2": 1, "b/1": 1, "b/2'": 1} and not caplog.text
+    assert {text.id: len(text.spans) for text in texts} == {"b/2": 1, "b/1": 1, "b/2#2": 1} and not caplog.text
     by_id = {text.id: text.conversation for text in texts}
-    assert by_id["b/1"] == by_id["b/2'"] != by_id["b/2"]
+    assert by_id["b/1"] == by_id["b/2#2"] != by_id["b/2"]
 
 
 def test_texts_left_out_and_repeated_are_logged(caplog):

@@ -1,9 +1,11 @@
 """Features that a device computes and encodes are those of the CPU up to rounding."""
 
+from typing import get_args
+
 import pytest
 import torch
 
-from poss_lightning.features.encoding import STORED, decode, encode
+from poss_lightning.features.encoding import Stored, decode, encode
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from tests.support.talks import talks
@@ -13,7 +15,7 @@ SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", get_args(Stored))
 def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path, stored):
     """If exact, float32 sums are in a different order; in 8 bits, a few numbers are rounded the other way."""
     exact = FeatureStore(store)
@@ -35,7 +37,7 @@ def test_a_store_of_the_device_is_the_cpu_s_to_rounding(target, store, tmp_path,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", get_args(Stored))
 def test_the_same_features_are_encoded_and_decoded_to_the_same_bits(store, device, stored, dtype):
     sample = FeatureStore(store)[0]
     features = torch.cat([sample.features[:, None], sample.layers], dim=1).to(dtype)  # (T, 1 + layers, D)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
-from poss_lightning.features.reading import TargetReader
+from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import EngineReader, final_norm
