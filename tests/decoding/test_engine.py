@@ -11,14 +11,13 @@ import torch
 from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.budget import Fixed, Settled
+from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.noise import Noise
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.model import Target
 from tests.support.decoders import PROMPTS, STOPS, Oracle, drawn, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target
@@ -320,16 +319,6 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
         assert list(seen) == measured and speculative.budget.costs is seen[last]
     assert speculative.costs is seen[10]
-
-
-def test_a_tree_that_is_settled_changes_no_token(target, monkeypatch):
-    """As on CUDA, where depth and size are not chosen in every round."""
-    monkeypatch.setattr(engine, "PerRound", Settled)
-    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 20, 5, tree="auto")
-    assert tokens_of(speculative, limit=60, stops=frozenset()) == tokens_of(
-        Autoregressive(target), limit=60, stops=frozenset()
-    )
-    assert speculative.budget.plan is not None
 
 
 @pytest.mark.parametrize("allocation", [[6], [1] * 6, [2, 2, 2]], ids=str)
