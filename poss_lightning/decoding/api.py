@@ -180,9 +180,10 @@ class Model:
                 raise ValueError(f"streamer is for one prompt, and input_ids has {len(prompts)}")
             streamer.put(input_ids.cpu())
 
-            def watch(step: Progress) -> None:
+            def watch_stream(step: Progress) -> None:
                 streamer.put(torch.tensor(step.tokens[0]))
 
+            watch = watch_stream
         decoded = self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
         texts = [one.tokens for one in decoded]
         if streamer is not None:
