@@ -191,6 +191,21 @@ class TokenSampler:
         self.keys, self.in_text = self.keys[rows], self.in_text[rows] if len(self.in_text) else self.in_text
 
 
+class Noise:
+    """T g at some places of the texts: a place's costs as much as a small product, so it is made when it is needed."""
+
+    def __init__(self, sampler: TokenSampler, places: Tensor):
+        self.sampler, self.places = sampler, places
+        self.made: Tensor | None = None  # (B, as many places as were asked for, V)
+
+    def first(self, count: int) -> Tensor | None:
+        """At the first `count` of n places: (B, count, V); None at temperature 0."""
+        known = 0 if self.made is None else self.made.shape[1]
+        if count > known and (more := self.sampler.noise(self.places[:, known:count])) is not None:
+            self.made = more if self.made is None else torch.cat([self.made, more], dim=1)
+        return None if self.made is None else self.made[:, :count]
+
+
 def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:
     """A seed of 63 bits for each of `count` texts; the generator is on the CPU, None for torch's own."""
     return torch.randint(2**63 - 1, (count,), generator=generator)

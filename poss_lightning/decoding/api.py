@@ -7,9 +7,8 @@
 transformers' own assisted generation cannot take such a draft: it asks for a chain, and this drafts a tree.
 """
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,19 +25,10 @@ from poss_lightning.target.model import Target
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
+    from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 20  # transformers' default
 ANSWER_TOKENS = 256  # of an answer to a question, at most
-
-
-class Streamer(Protocol):
-    """What transformers' `TextStreamer` and its kind do."""
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompt (1, T) first, then new tokens (n,)."""
-
-    def end(self) -> None:
-        """End the text."""
 
 
 @check_numbers
@@ -135,7 +125,7 @@ class Model:
         pad_token_id: int | None = None,
         repetition_penalty: float | None = None,
         num_return_sequences: int | None = None,
-        streamer: Streamer | None = None,
+        streamer: "BaseStreamer | None" = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> Tensor:
@@ -168,7 +158,9 @@ class Model:
             return self.generate(input_ids, attention_mask=attention_mask, **options)
         _check_tokens(input_ids)
         if seed is not None:
-            generator = _seeded(seed, generator)
+            if generator is not None:
+                raise ValueError("seed and generator are both given: choose one")
+            generator = torch.Generator().manual_seed(seed)
         if (copies := 1 if num_return_sequences is None else num_return_sequences) != 1:
             if copies < 1 or not do_sample:
                 raise ValueError(f"num_return_sequences is {copies}; it must be 1, or more with do_sample=True")
@@ -187,7 +179,11 @@ class Model:
             if len(prompts) > 1:
                 raise ValueError(f"streamer is for one prompt, and input_ids has {len(prompts)}")
             streamer.put(input_ids.cpu())
-            watch = partial(_stream, streamer)
+
+            def watch_stream(step: Progress) -> None:
+                streamer.put(torch.tensor(step.tokens[0]))
+
+            watch = watch_stream
         decoded = self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
         texts = [one.tokens for one in decoded]
         if streamer is not None:
@@ -212,12 +208,12 @@ class Model:
             if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
                 raise ValueError(f"message {number} has no content; give a text")
         prompt = self.target.chat.prompt([read_message(turn, f"message {i}") for i, turn in enumerate(messages)])
-        every = torch.ones(1, len(prompt), dtype=torch.long)
         config = arguments.get("generation_config")
         of_config = set() if config is None else config.to_diff_dict().keys() & {"max_new_tokens", "max_length"}
         if max_new_tokens is None and arguments.get("max_length") is None and not of_config:
             max_new_tokens = ANSWER_TOKENS
-        output = self.generate(torch.tensor([prompt]), attention_mask=every, max_new_tokens=max_new_tokens, **arguments)
+        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        output = self.generate(**inputs, max_new_tokens=max_new_tokens, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
     def _stops(self, eos_token_id: int | list[int] | None) -> frozenset[int]:
@@ -268,16 +264,6 @@ def _check_tokens(input_ids: Tensor) -> None:
     if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
         kind = f"{tuple(input_ids.shape)} of {input_ids.dtype}"
         raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
-
-
-def _stream(streamer: Streamer, step: Progress) -> None:
-    streamer.put(torch.tensor(step.tokens[0]))
-
-
-def _seeded(seed: int, generator: torch.Generator | None) -> torch.Generator:
-    if generator is not None:
-        raise ValueError("seed and generator are both given: choose one")
-    return torch.Generator().manual_seed(seed)
 
 
 def _limit(new: int | None, total: int | None, length: int) -> int:

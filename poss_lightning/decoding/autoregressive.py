@@ -1,7 +1,6 @@
 """The baselines, with the engine's interface: our own plain loop and transformers' `generate`."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -57,7 +56,10 @@ class Generate(Decoder):
         if sampling.temperature:
             names = ("temperature", "top_k", "top_p", "min_p")
             drawing = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
-        with _seeded(generator, self.target.device), self.target.without_defaults() as model:
+        cuda = [self.target.device] if self.target.device.type == "cuda" else []
+        with torch.random.fork_rng(cuda, enabled=generator is not None), self.target.without_defaults() as model:
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
             output = model.generate(
                 flipped.flip(1),
                 attention_mask=(slots < lengths[:, None]).flip(1),
@@ -69,14 +71,3 @@ class Generate(Decoder):
             )
         new = output[:, flipped.shape[1] :].tolist()
         yield Progress({prompt: outputs.append(prompt, row)[0] for prompt, row in enumerate(new)})
-
-
-@contextmanager
-def _seeded(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators from the one given, and afterwards leave them as they were."""
-    if generator is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(torch.randint(2**63 - 1, (), generator=generator)))
-        yield

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
-from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.block import begin_blocks
 from poss_lightning.draft.layer import apply_rope
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Noise
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
 

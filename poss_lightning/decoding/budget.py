@@ -13,15 +13,15 @@ forgotten, so trials cost no more than a few per cent.
 Chances come from the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
 """
 
+from abc import ABC, abstractmethod
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.chances import Calibration, Worth
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.rounds import Round, RoundStatistics
+from poss_lightning.decoding.rounds import Calibration, Round, RoundStatistics, Worth
 
 TRIALS = 16  # rounds observed before a plan is settled on
 NEW_TRIALS = 8  # of them that are new when it decides again
@@ -29,7 +29,7 @@ SETTLED_ROUNDS = 64  # rounds until then; four times as many where nothing is dr
 BETTER = 1.03  # a new plan must be so many times as fast as the earlier: it takes new graphs
 
 
-class Budget(Protocol):
+class Budget(ABC):
     """Says when drafting ends and how many nodes are verified.
 
     Attributes:
@@ -37,53 +37,47 @@ class Budget(Protocol):
         plan: depth, drafted nodes and looked-up tokens of every round; None where they vary.
     """
 
-    needs_sync: bool
-    plan: tuple[int, int, int] | None
+    needs_sync = False
+    plan: tuple[int, int, int] | None = None
 
     def begin(self, active: list[int]) -> None:
         """A round begins, in which only these rows count."""
-        ...
+        self.active = active
 
+    @abstractmethod
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         """Whether to draft below the frontier at `depth`, whose path scores are (B, M); the root's depth is 0."""
-        ...
 
+    @abstractmethod
     def node_count(self, scores: Tensor) -> int:
         """How many of the drafted nodes to verify, root included; their path scores are (B, n)."""
-        ...
 
+    @abstractmethod
     def lookup_count(self, found: Tensor, most: int) -> int:
         """How many looked-up tokens join the tree, of so many at most; `found` (B,) as of `Lookup.find`."""
-        ...
 
+    @abstractmethod
     def learn(self, done: Round) -> None:
         """Take a round into account."""
-        ...
 
     def why_plain(self) -> str | None:
         """Why it stopped drafting, for some rounds or for good; None where it did not."""
-        ...
+        return None
 
 
-class Fixed:
+class Fixed(Budget):
     """Every tree has its full depth, as many nodes, and as many looked-up tokens.
 
     Raises:
         ValueError: too few nodes for one path.
     """
 
-    needs_sync = False
-
     def __init__(self, depth: int, nodes: int, lookup: int = 0):
         if nodes < depth + 1:
             raise ValueError(
                 f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
             )
-        self.nodes = nodes
-        self.plan: tuple[int, int, int] | None = (depth, nodes, lookup)
-
-    def begin(self, active: list[int]) -> None:
-        """All rounds are alike."""
+        self.nodes, self.plan = nodes, (depth, nodes, lookup)
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         return True
@@ -95,13 +89,10 @@ class Fixed:
         return most
 
     def learn(self, done: Round) -> None:
-        """Nothing to learn."""
-
-    def why_plain(self) -> str | None:
-        return None
+        """Nothing: all rounds are alike."""
 
 
-class AutoBudget:
+class AutoBudget(Budget):
     """What the two kinds of `tree: auto` share.
 
     Args:
@@ -111,9 +102,6 @@ class AutoBudget:
         calibration: of the draft's path probabilities.
         lookup: the most looked-up tokens of a round.
     """
-
-    needs_sync: bool
-    plan: tuple[int, int, int] | None = None
 
     def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
         self.depth, self.nodes, self.calibration = depth, nodes, calibration
@@ -135,8 +123,10 @@ class AutoBudget:
         """Of drafted trees, as they were timed."""
         return [n for n in self.costs.verify if n <= self.nodes]
 
-    def begin(self, active: list[int]) -> None:
-        self.active = active
+    @property
+    def rate(self) -> float:
+        """λ of all rows that count."""
+        return len(self.active) * self.statistics.rate
 
     def _add(self, done: Round, steps: int) -> None:
         """Count a round of `steps` draft steps."""
@@ -158,7 +148,7 @@ class AutoBudget:
 
     def _most_worth(self, gains: list[float], nodes: int) -> int:
         """How many looked-up tokens to add to so many nodes, where the first 0, 1, … would bring these gains."""
-        rate, verify = len(self.active) * self.statistics.rate, self.costs.verify_seconds
+        rate, verify = self.rate, self.costs.verify_seconds
         worth = [gain - rate * (verify(nodes + n) - verify(nodes)) for n, gain in enumerate(gains)]
         return worth.index(max(worth))
 
@@ -168,11 +158,6 @@ class PerRound(AutoBudget):
 
     needs_sync = True
     steps, chosen = 0, 1  # of this round: draft steps, and drafted nodes
-
-    @property
-    def rate(self) -> float:
-        """λ of all rows."""
-        return len(self.active) * self.statistics.rate
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
         if depth == 0:
@@ -215,8 +200,6 @@ class Settled(AutoBudget):
 
     No round synchronises with the device but those in which it looks.
     """
-
-    needs_sync = False
 
     def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
         super().__init__(depth, nodes, costs, calibration, lookup)

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from poss_lightning.decoding.budget import Budget
-from poss_lightning.decoding.int8_head import faster_product, int8_product
-from poss_lightning.decoding.noise import Noise
+from poss_lightning.decoding.int8_head import choose_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
@@ -65,10 +65,10 @@ class Drafter:
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.layers
         self.steps = depth  # of a whole tree, one after another
-        self.product = faster_product(head) if int8_head is None else int8_product(head) if int8_head else linear
+        self.product = choose_product(head, int8_head)
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
-        self.candidates = count_candidates(depth, self.tree_width)
+        self.candidates = 1 + self.tree_width + self.tree_width**2 * (depth - 1)  # nodes scored, root included
         # Keys and values of all layers in one product: (S, 2 * kv heads * d, Z)
         self.kv_weights = torch.stack([layer.kv_weight() for layer in draft.layers])
 
@@ -213,11 +213,6 @@ def check_tree(depth: int, tree_width: int) -> None:
     """Raise ValueError for a number below 1."""
     if depth < 1 or tree_width < 1:
         raise ValueError(f"depth is {depth} and tree_width {tree_width}; both must be at least 1")
-
-
-def count_candidates(depth: int, tree_width: int) -> int:
-    """Nodes that are scored, root included, where every node has so many children."""
-    return 1 + tree_width + tree_width**2 * (depth - 1)
 
 
 def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -14,16 +14,14 @@ from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Settled
-from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.lookup import Lookup, RootAlone, join
-from poss_lightning.decoding.noise import Noise
-from poss_lightning.decoding.rounds import Round
+from poss_lightning.decoding.rounds import Calibration, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -127,7 +125,9 @@ class Speculative(Decoder):
             budget.begin(self.active.rows)
             done, host_copy = self._round(budget, clock)
             emitted = host_copy.tolist()  # the one synchronisation
-            self._advance_host([row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)])
+            counts = [row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)]
+            self.cache.slots.advance_host(counts)
+            self.drafter.slots.advance_host(counts)
             budget.learn(done)
             of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
@@ -233,11 +233,6 @@ class Speculative(Decoder):
         if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
                 part.select(kept)
-
-    def _advance_host(self, counts: list[int]) -> None:
-        """Let the host's copies of the lengths follow."""
-        self.cache.slots.advance_host(counts)
-        self.drafter.slots.advance_host(counts)
 
     def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
         """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""

@@ -73,23 +73,20 @@ def exact_levels() -> int | None:
 
 
 @torch.inference_mode()
-def faster_product(head: Tensor, rows: int = 10) -> Product:
-    """`linear`, or the head (V, D) in 8 bits where that is read faster: both are timed, on a CPU with exact sums."""
-    if head.device.type != "cpu" or (levels := exact_levels()) is None:
-        return linear
-    int8, features = Int8Head(head, levels), torch.ones(rows, head.shape[1], dtype=head.dtype)
-    seconds = best_seconds({product: partial(product, features, head) for product in (linear, int8)})
-    return int8 if FASTER * seconds[int8] < seconds[linear] else linear
-
-
-def int8_product(head: Tensor) -> Product:
-    """A head (V, D) in 8 bits, whether it is faster or not.
+def choose_product(head: Tensor, int8: bool | None, rows: int = 10) -> Product:
+    """`linear`, or the head (V, D) in 8 bits: as asked, or where it is timed to be faster.
 
     Raises:
-        ValueError: the head is not on a CPU, or this CPU has no exact products of bytes.
+        ValueError: 8 bits are asked for, but the head is not on a CPU, or this CPU has no exact products of bytes.
     """
-    if head.device.type != "cpu":
-        raise ValueError(f"int8_head is true, but the draft's head is on {head.device}: it is for CPUs alone")
-    if (levels := exact_levels()) is None:
-        raise ValueError("int8_head is true, but this CPU has no exact products of bytes")
-    return Int8Head(head, levels)
+    levels = exact_levels() if int8 is not False and head.device.type == "cpu" else None
+    if levels is None:
+        if int8:
+            raise ValueError(f"int8_head is true; it is for CPUs with exact products of bytes, not this {head.device}")
+        return linear
+    int8_product = Int8Head(head, levels)
+    if int8:
+        return int8_product
+    features = torch.ones(rows, head.shape[1], dtype=head.dtype)
+    seconds = best_seconds({product: partial(product, features, head) for product in (linear, int8_product)})
+    return int8_product if FASTER * seconds[int8_product] < seconds[linear] else linear

@@ -99,7 +99,7 @@ class RootAlone:
 
     def start(self, batch: int, capacity: int) -> None:
         """Begin with empty texts, in the memory of earlier ones where they fit: captured graphs read it."""
-        if batch and self.slots.fits(batch, capacity):
+        if self.slots.fits(batch, capacity):
             return self.slots.clear()
         self.slots = Slots(batch, capacity, self.slots.lengths.device)
         self.root = torch.zeros(batch, 1, dtype=torch.long, device=self.slots.lengths.device)

@@ -17,7 +17,6 @@ LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
-REMOVED_FIELDS = {"layers_per_specialist": 1, "order": None}  # of older files, with the only values that are accepted
 PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
     "speculators_model_type": "speculators",
     "dflash_config": "dflash",
@@ -99,10 +98,9 @@ class DraftConfig:
             self._check_block()
         self.check_depth(self.depth)
         if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
-            count = "layers that were not counted: extract anew" if self.target.layers is None else self.target.layers
             raise ValueError(
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
-                f"{self.target.name} has {count}"
+                f"{self.target.name} has {self.target.layers}"
             )
         inside = range(1, self.target.layers or 1)
         if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
@@ -215,9 +213,6 @@ class DraftConfig:
         """
         try:
             stored = json.loads(text)
-            for name, neutral in REMOVED_FIELDS.items():
-                if (value := stored.pop(name, neutral)) != neutral:
-                    raise ValueError(f"{name} is {value!r}, which drafts no longer have")
             return cls(**stored | {"target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
             known = ", ".join(field.name for field in fields(cls))
@@ -248,9 +243,6 @@ def _describe_other(path: Path, source: str | Path) -> str:
         return f"a training's folder; its draft is {drafts[0]}"
     if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
         return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
-    if (path / "manifest.json").is_file():
-        train = f"poss fit --config draft/poss2.yaml --data.store {shlex.quote(str(path))}"
-        return f"a feature store; a draft is trained on it by: {train}"
     return ""
 
 

@@ -327,7 +327,6 @@ class Specialists(nn.Module):
             check_state(state)
             draft = cls(config, state.get("vocabulary"))
             draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
-            state.setdefault("scale", draft.scale)  # which older drafts lack
             draft.load_state_dict(state)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error

@@ -24,7 +24,6 @@ from tqdm import tqdm
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.noise import Noise
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
@@ -44,7 +43,7 @@ from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import atomic, check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
-from poss_lightning.sampling import Sampling, TokenSampler
+from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 

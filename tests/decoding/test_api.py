@@ -46,10 +46,9 @@ def stop(reference) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("arguments", [{}, {"max_new_tokens": 1}, {"max_new_tokens": 40}, {"max_length": 60}])
-def test_one_prompt_is_continued_as_transformers_does(model, reference, number, arguments):
-    inputs = tiny_tokenizer()(PROMPTS[number], return_tensors="pt", return_token_type_ids=False)
+def test_one_prompt_is_continued_as_transformers_does(model, reference, arguments):
+    inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
     expected = reference.generate(**inputs, **arguments)
     assert torch.equal(model.generate(**inputs, **arguments), expected)
     assert torch.equal(model.generate(inputs["input_ids"], **arguments), expected)
@@ -146,7 +145,6 @@ NO_CHATS = [
     ([{"role": "user", "content": None}], "message 0 has no content; give a text"),
     ([USER, {"role": "assistant", "content": None, "tool_calls": []}, USER], "message 1 has no content"),
     ([{"content": "Hi"}], "message 0 has no 'role'"),
-    ([{"role": "assistant", "content": "x"}], "message 0 is the assistant's"),
     ([{"role": "assistant", "content": "x"}, USER], "message 0 is the assistant's"),
     ([], "there are no messages"),
 ]
@@ -193,19 +191,8 @@ BAD = [
     ({"attention_mask": torch.ones(2, 4)}, ValueError, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, ValueError, "row 1 has 0 between real tokens"),
     ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, ValueError, "row 0 is all 0"),
-]
-
-
-BAD += [
-    ({"generation_config": GenerationConfig(do_sample=True, **one)}, ValueError, f"sets {next(iter(one))} to .*, which")
-    for one in (
-        {"num_beams": 4},
-        {"no_repeat_ngram_size": 2},
-        {"min_new_tokens": 5},
-        {"stop_strings": ["x"]},
-        {"return_dict_in_generate": True},
-        {"guidance_scale": 1.5},
-    )
+    ({"generation_config": GenerationConfig(stop_strings=["x"])}, ValueError, r"sets stop_strings to \['x'\], which"),
+    ({"generation_config": GenerationConfig(guidance_scale=1.5)}, ValueError, "sets guidance_scale to 1.5, which"),
 ]
 
 
@@ -221,22 +208,17 @@ def test_a_model_in_hand_needs_its_tokenizer(reference):
 
 
 @pytest.mark.parametrize(
-    "ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3)]
+    "ids", [torch.zeros(3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 3), "Why?"]
 )
-def test_what_are_no_token_ids_is_said(target, ids):
-    with pytest.raises(ValueError, match=r"input_ids is .* of torch.*; it must be \(B, T\) token ids"):
-        Model(Autoregressive(target)).generate(ids)
+def test_what_are_no_token_ids_is_said(model, ids):
+    with pytest.raises((TypeError, ValueError), match=r"input_ids is .*(it must be \(B, T\)|give) token ids"):
+        model.generate(ids)
 
 
 # --- what a user of transformers looks for ---
 
 
-def test_a_text_is_told_to_be_tokenised(model):
-    with pytest.raises(TypeError, match=r"input_ids is a str; give token ids, model.tokenizer\(text"):
-        model.generate("Why is the sky blue?")
-
-
-@pytest.mark.parametrize("penalty", [1.0, 1.3, 0.8])
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
 def test_a_repetition_penalty_is_transformers_own(model, reference, penalty):
     inputs = padded("left")
     given = {"max_new_tokens": 20, "repetition_penalty": penalty}
@@ -270,16 +252,14 @@ NEUTRAL = {  # what configs on the hub say that asks for nothing
 }
 
 
-@pytest.mark.parametrize("name", [*NEUTRAL, "all"])
-def test_what_a_config_says_without_asking_for_anything_is_taken(model, reference, name):
+def test_what_a_config_says_without_asking_for_anything_is_taken(model, reference):
     inputs = tiny_tokenizer()(PROMPTS[0], return_tensors="pt", return_token_type_ids=False)
-    said = NEUTRAL if name == "all" else {name: NEUTRAL[name]}
-    config = GenerationConfig(max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
-    expected = reference.generate(**inputs, max_new_tokens=7, eos_token_id=1, pad_token_id=2)
-    assert torch.equal(model.generate(**inputs, generation_config=config), expected)
-    draws = GenerationConfig(do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, **said)
-    drawn = model.generate(**inputs, do_sample=True, top_k=20, max_new_tokens=7, eos_token_id=1, pad_token_id=2, seed=3)
-    assert torch.equal(model.generate(**inputs, generation_config=draws, seed=3), drawn)
+    given = {"max_new_tokens": 7, "eos_token_id": 1, "pad_token_id": 2}
+    config = GenerationConfig(**given, **NEUTRAL)
+    assert torch.equal(model.generate(**inputs, generation_config=config), reference.generate(**inputs, **given))
+    given |= {"do_sample": True, "top_k": 20}
+    drawn = model.generate(**inputs, **given, seed=3)
+    assert torch.equal(model.generate(**inputs, generation_config=GenerationConfig(**given, **NEUTRAL), seed=3), drawn)
 
 
 def test_whether_a_config_draws_is_asked_of_the_arguments_too(model, reference):

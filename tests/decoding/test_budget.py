@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from poss_lightning.decoding.budget import NEW_TRIALS, SETTLED_ROUNDS, TRIALS, Fixed, PerRound, Settled, Trial
-from poss_lightning.decoding.chances import Calibration
 from poss_lightning.decoding.costs import TREE_SIZES, Costs
 from poss_lightning.decoding.lookup import join
-from poss_lightning.decoding.rounds import Round
+from poss_lightning.decoding.rounds import Calibration, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import Verdict, judge
 

@@ -7,14 +7,7 @@ from torch.nn.functional import linear
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.int8_head import (
-    LEVELS,
-    WEIGHT_LEVELS,
-    Int8Head,
-    exact_levels,
-    faster_product,
-    int8_product,
-)
+from poss_lightning.decoding.int8_head import LEVELS, WEIGHT_LEVELS, Int8Head, choose_product, exact_levels
 from poss_lightning.sampling import Sampling
 from tests.support.decoders import PROMPTS
 from tests.support.tiny import tiny_draft, tiny_target
@@ -88,14 +81,12 @@ def test_a_head_of_the_drafts_own_is_what_is_quantized():
 def test_it_is_taken_where_it_is_faster_or_asked_for(target):
     draft = tiny_draft(target, [2, 2])
     assert Drafter(draft, target.embed_head, 4, 5).product is linear  # nobody asked
-    assert faster_product(torch.zeros(8, 32, device="meta")) is linear
+    assert choose_product(torch.zeros(8, 32, device="meta"), None) is linear
     taken = isinstance(Drafter(draft, target.embed_head, 4, 5, int8_head=None).product, Int8Head)
     assert taken <= (exact_levels() is not None)  # which of them is faster is this CPU's to say
 
 
 def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
     monkeypatch.setattr("poss_lightning.decoding.int8_head.exact_levels", lambda: None)
-    with pytest.raises(ValueError, match="the draft's head is on meta: it is for CPUs alone"):
-        int8_product(torch.empty(4, 4, device="meta"))
-    with pytest.raises(ValueError, match="int8_head is true, but this CPU has no exact products of bytes"):
+    with pytest.raises(ValueError, match="int8_head is true; it is for CPUs with exact products of bytes"):
         Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)

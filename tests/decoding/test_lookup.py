@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.chances import Worth
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import NGRAM, Lookup, join
+from poss_lightning.decoding.rounds import Worth
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.sampling import GREEDY, Sampling

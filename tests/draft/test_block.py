@@ -179,13 +179,6 @@ def test_it_changes_no_token(target, tree, sampling):
     assert drawn(Speculative(target, draft, *tree, tree="auto", lookup=4), sampling, 0, limit=24) == expected
 
 
-def test_a_size_that_is_settled_changes_no_token(target, monkeypatch):
-    monkeypatch.setattr(engine, "PerRound", Settled)
-    speculative = Speculative(target, block_draft(target), 6, 20, 5, tree="auto")
-    assert drawn(speculative, Sampling(), 0, limit=60) == drawn(Autoregressive(target), Sampling(), 0, limit=60)
-    assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
-
-
 class Shallow(Settled):
     """Has settled on two positions and seven nodes."""
 
@@ -206,6 +199,7 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkey
     assert drawn(speculative, sampling, 0, limit=24) == expected
     deepest = [int(ancestor_mask(tree.parents, 6).sum(-1).max()) - 1 for tree in trees]
     assert deepest[-1] == 2 and set(deepest) <= {2, 6}  # 6 where it measures
+    assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
 
 
 def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(target):

@@ -43,22 +43,19 @@ BLOCK = {"kind": "block"}
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        *(({"allocation": it}, r"allocation is .* positive integers") for it in ((), (0,), (2, -1), (1.5,), ("2",))),
+        *(({"allocation": it}, r"allocation is .* positive integers") for it in ((), (0,), (1.5,))),
         ({"depth": 0}, "depth is 0"),
         ({"kv": "half"}, "kv is 'half'; it must be 'separate' or 'shared'"),
         ({"window": 5}, "depth is 6, and the draft's window 5; it must not be deeper"),
         ({"kind": "eagle4"}, "kind is 'eagle4'; it must be 'eagle2', 'eagle3' or 'block'"),
         ({"kind": "eagle3", "layers": 2}, "of a target with 4 or more; tiny has 2"),
-        ({"kind": "eagle3", "layers": None}, "tiny has layers that were not counted: extract anew"),
         ({"kind": "eagle3", "fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
         ({"kind": "eagle3", "block_layers": 2}, "block_layers is 2, which only kind block has"),
         ({"inner_layers": (1,)}, r"inner_layers is \(1,\), which only kind eagle3 or block has"),
         ({"kind": "eagle3", "inner_layers": (0, 2)}, r"inner_layers is \[0, 2\]; tiny has 1 to 6"),
         (BLOCK | {"fc_norm": True}, "fc_norm is True, which only kind eagle3 has"),
         (BLOCK | {"allocation": (3, 3)}, "give one number"),
-        (BLOCK | {"kv": "shared"}, "give one number"),
         (BLOCK | {"mask_token": 320}, "has 320 tokens"),
-        (BLOCK | {"inner_layers": (3, 9)}, r"inner_layers is \[3, 9\]; tiny has 1 to 6"),
     ],
     ids=str,
 )
@@ -77,33 +74,10 @@ def test_a_depth_beyond_the_window_is_refused_by_all_who_go_so_deep(target):
         draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, 32), 7)
 
 
-def test_a_draft_of_an_older_version_is_read(target, tmp_path):
-    """Its config has fields that are gone, with what they may say, and lacks new ones; its weights have no scale."""
-    draft = tiny_draft(target, [2, 2])
-    draft.save_pretrained(tmp_path)
-    stored = asdict(draft.config) | {"layers_per_specialist": 1, "order": None, "rope_theta": 500000}
-    del stored["kind"], stored["target"]["layers"]
-    (tmp_path / "config.json").write_text(json.dumps(stored))
-    state = load_file(tmp_path / "model.safetensors")
-    del state["scale"]
-    save_file(state, tmp_path / "model.safetensors")
-    read = Specialists.from_pretrained(tmp_path)
-    assert (read.config.kind, read.config.layers, read.config.rope_theta) == ("eagle2", (), 5e5)
-    assert read.config.target.layers is None
-    assert read.config.target.difference(target.spec) is target.spec.difference(read.config.target) is None
-    assert torch.equal(read.scale, torch.ones(64))
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocabulary_size": "2"}, "vocabulary_size is '2'; it must be a valid integer"),
-        ({"layers_per_specialist": 2}, "layers_per_specialist is 2, which drafts no longer have"),
-        ({"order": [1, 0]}, r"order is \[1, 0\], which drafts no longer have"),
-        ({"depth": 6.0}, "depth is 6.0; it must be a valid integer"),
         ({"rope_theta": "1e6"}, "rope_theta is '1e6'; it must be a valid number"),
-        ({"window": True}, "window is True; it must be a valid integer"),
-        ({"detach": 1}, "detach is 1; it must be a valid boolean"),
         ({"target": {"heads": "4"}}, "target's heads is '4'; it must be a valid integer"),
     ],
     ids=str,
@@ -244,11 +218,8 @@ NOT_FINITE = r"\d+ of \d+ numbers that are infinite or not a number"
     ("change", "words"),
     [
         (lambda value: value.index_fill(0, torch.tensor([1]), torch.nan), NOT_FINITE),
-        (lambda value: value.index_fill(0, torch.tensor([1]), -torch.inf), NOT_FINITE),
         (lambda value: value.double() * 1e300, NOT_FINITE),  # in float32
-        (lambda value: value.to(torch.complex64), r"is (torch\.)?complex64.*; it must be"),
         (lambda value: value > 0, r"is (torch\.)?bool.*; it must be"),
-        (lambda value: value.to(torch.int8), r"is (torch\.)?int8.*; it must be"),
     ],
 )
 def test_weights_that_cannot_draft_are_refused_by_name(target, tmp_path, convert, change, words):
@@ -267,11 +238,10 @@ def test_weights_that_cannot_draft_are_refused_by_name(target, tmp_path, convert
             load(tmp_path / folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_a_vocabulary_of_no_whole_numbers_is_refused(target, tmp_path, dtype):
+def test_a_vocabulary_of_no_whole_numbers_is_refused(target, tmp_path):
     tiny_draft(target, [2], vocabulary=torch.arange(0, 320, 2)).save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    save_file(state | {"vocabulary": state["vocabulary"].to(dtype)}, tmp_path / "model.safetensors")
+    save_file(state | {"vocabulary": state["vocabulary"].float()}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"vocabulary is .*; it must be whole numbers"):
         Specialists.from_pretrained(tmp_path)
 

@@ -1,8 +1,8 @@
-"""Prompts, and a drafter that knows what the target will say."""
+"""Prompts, what decoders say to them, and drafts that know what the target will say."""
+
+from itertools import count
 
 import torch
-
-from poss_lightning.decoding.drafting import Drafter
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 STOPS = frozenset({1})
@@ -17,20 +17,19 @@ def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
     return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
 
 
-class Oracle(Drafter):
-    """Drafts what the target will say, so that whole paths are accepted; then, on demand, something else."""
+def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
+    """Let chains say what the target will, row by row, but for one token in every so many rounds."""
+    draft_tree, turns = engine.drafter.draft_tree, count(1)
 
-    def __init__(self, drafter: Drafter, future: list[int], wrong_every: int):
-        self.__dict__.update(drafter.__dict__)
-        self.future, self.wrong_every, self.turn = future, wrong_every, 0
-
-    def draft_tree(self, budget, noise=None):
-        tree, self.turn = super().draft_tree(budget, noise), self.turn + 1
-        at = int(self.slots.lengths[0]) - len(PROMPTS[0])  # tokens emitted before the root
-        tokens = tree.tokens.clone()
-        for node in range(1, tokens.shape[1]):
-            ahead = at + node
-            tokens[0, node] = self.future[ahead] if ahead < len(self.future) else 7
-        if self.wrong_every and self.turn % self.wrong_every == 0:
-            tokens[0, 1 + self.turn % (tokens.shape[1] - 1)] = 319
+    def planted(budget, noise=None):
+        tree, turn = draft_tree(budget, noise), next(turns)
+        tokens, nodes = tree.tokens.clone(), tree.tokens.shape[1]
+        rows = zip(engine.active.prompts, engine.cache.slots.host_lengths, strict=True)
+        for row, (prompt, length) in enumerate(rows):
+            ahead = truth[prompt][length - len(prompts[prompt]) + 1 :]
+            for node, token in zip(range(1, nodes), ahead, strict=False):
+                is_wrong = wrong_every and turn % wrong_every == 0 and node == 1 + (turn + row) % (nodes - 1)
+                tokens[row, node] = (token + 1) % 320 if is_wrong else token
         return tree._replace(tokens=tokens)
+
+    engine.drafter.draft_tree = planted

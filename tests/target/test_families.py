@@ -16,7 +16,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
 from tests.support.decoders import PROMPTS as ORACLE_S
-from tests.support.decoders import Oracle, tokens_of
+from tests.support.decoders import plant, tokens_of
 from tests.support.families import FAMILIES, MIXED, SIZE, TURN, WINDOW
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_tokenizer
@@ -72,7 +72,7 @@ def test_greedy_is_lossless(target):
 def test_long_paths_accepted_are_lossless_too(target, wrong_every):
     future = tokens_of(Generate(target), ORACLE_S[:1], 58, frozenset())[0]
     speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
-    speculative.drafter = Oracle(speculative.drafter, future, wrong_every)
+    plant(speculative, [future], ORACLE_S[:1], wrong_every)
     decoded = speculative.decode(ORACLE_S[:1], 50, frozenset())[0]
     assert decoded.tokens == future[:50]
     assert sum(decoded.accepted) > 25
