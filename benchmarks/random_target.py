@@ -12,7 +12,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def random_spec(
-    width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, *, layers: int | None = None
+    width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, *, layers: int = 32
 ) -> TargetSpec:
     """A target of these sizes."""
     return TargetSpec(

@@ -54,11 +54,6 @@ class Sampling:
         """Whether tokens are drawn, and which filters and penalties there are: what choosing one costs."""
         return bool(self.temperature), bool(self.top_k), self.top_p < 1, bool(self.min_p), self.repetition_penalty != 1
 
-    def check_vocabulary(self, size: int) -> None:
-        """Raise ValueError if top_k exceeds the vocabulary."""
-        if self.top_k > size:
-            raise ValueError(f"top_k is {self.top_k}; the target has {size} tokens, and 0 takes all of them")
-
     def filter(self, logits: Tensor, temperature: Tensor | float) -> Tensor:
         """Logits (..., V) in float32, with -inf for tokens that are cut; of equal logits all are kept, or none."""
         floors = []  # least logits that are kept

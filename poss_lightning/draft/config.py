@@ -97,12 +97,12 @@ class DraftConfig:
         if self.one_pass:
             self._check_block()
         self.check_depth(self.depth)
-        if self.reads_inner_layers and (self.target.layers or 0) < LEAST_LAYERS:
+        if self.reads_inner_layers and self.target.layers < LEAST_LAYERS:
             raise ValueError(
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {self.target.layers}"
             )
-        inside = range(1, self.target.layers or 1)
+        inside = range(1, self.target.layers)
         if self.inner_layers is not None and (not self.inner_layers or {*self.inner_layers} - {*inside}):
             raise ValueError(f"inner_layers is {list(self.inner_layers)}; {self.target.name} has 1 to {inside[-1]}")
 
@@ -167,7 +167,7 @@ class DraftConfig:
         if self.inner_layers is not None:
             return self.inner_layers
         count = self.target.layers
-        return (2, count // 2, count - 3) if self.reads_inner_layers and count else ()
+        return (2, count // 2, count - 3) if self.reads_inner_layers else ()
 
     @property
     def input_norms(self) -> int:

@@ -134,7 +134,6 @@ def benchmark(
     earlier = read_json(note).get("config", {}) if (note := Path(out, "run.json")).is_file() else {}
     model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})
     config["chat_template_kwargs"] = model.chat.template.variables or None
-    sampling.check_vocabulary(model.spec.vocab_size)
     graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
     for name, draft in loaded.items():

@@ -101,7 +101,6 @@ def generate(
     lookup = choose_lookup(lookup, bool(draft), tree)
     loaded = Specialists.from_pretrained(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    sampling.check_vocabulary(model.spec.vocab_size)
     if prompt == "-" and not chat:  # of several processes only one comes so far
         prompt = sys.stdin.read().strip()
         _check_prompt(prompt)

@@ -114,7 +114,7 @@ def _find_block(stated: dict[str, Any], spec: TargetSpec, block_layers: int) -> 
 
 def _count_layers(name: str, ids: Any, first: int, spec: TargetSpec) -> tuple[int, ...]:
     """Inner layers of the target, counted from 1, of a key that counts them from `first`, by their outputs."""
-    known = isinstance(ids, list) and all(type(i) is int and first <= i < (spec.layers or 0) - 1 + first for i in ids)
+    known = isinstance(ids, list) and all(type(i) is int and first <= i < spec.layers - 1 + first for i in ids)
     words = f"it must be numbers of inner layers of {spec.name}, from {first}"
     check_setting(known and bool(ids), name, ids, words)
     return tuple(i + 1 - first for i in ids)

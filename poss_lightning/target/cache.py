@@ -60,10 +60,6 @@ class SlotStore:
         self.keys.zero_()
         self.values.zero_()
 
-    def free(self) -> None:
-        """Give the memory back."""
-        self.keys = self.values = self.keys.new_empty(0)
-
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
         self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
@@ -215,7 +211,7 @@ class TreeCache(Cache):
         """Give the memory back: no text fits any more."""
         self.slots.host_lengths = []
         for store in self.stores.values():
-            store.free()
+            store.keys = store.values = store.keys.new_empty(0)
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""

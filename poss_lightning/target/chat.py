@@ -8,7 +8,6 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.target.spelling import Spelling
-from poss_lightning.target.stops import find_stops
 from poss_lightning.target.template import MARK, OTHER_MARK, THOUGHTS, Message, Template, Variables, thinking
 
 
@@ -58,7 +57,7 @@ class Chat:
         variables: of the template, for all conversations: `{"enable_thinking": False}`.
 
     Raises:
-        ValueError: the tokenizer gives no offsets or has no chat template, or a variable cannot be one.
+        ValueError: the tokenizer gives no offsets or has no chat template, or the date is not one.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Chat:
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} gives no offsets: use a fast tokenizer (tokenizer.json)")
         self._tokenizer, self.template = tokenizer, Template(tokenizer, variables)
-        self.stops = find_stops(tokenizer, generation_config, self.template)
+        self.stops = self.template.find_stops(generation_config)
         self._stop_texts = tuple(text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text)
         self._spelling = Spelling(tokenizer, self._stop_texts)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -239,10 +238,8 @@ class Chat:
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
-        if not messages or messages[0]["role"] == "assistant":
-            raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
-        if messages[-1]["role"] == "assistant":
-            raise ValueError(f"nobody speaks before the answer: message {len(messages) - 1} is the assistant's too")
+        if not messages or "assistant" in (messages[0]["role"], messages[-1]["role"]):
+            raise ValueError("nobody speaks before the answer: there is no message, or its first or last is an answer")
         return self.template.text(messages, variables, open_answer=True)
 
     # --- tokens ---

@@ -34,41 +34,30 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
     return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
-def spec_of(model: PreTrainedModel, name: str, template: str) -> TargetSpec:
-    """The spec of a model; `name` and `template` are as in `TargetSpec`.
+def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
+    """The spec of a model of this config; `known` are the fields of `TargetSpec` that it does not state.
 
     Raises:
-        NotImplementedError: as `plain_embed_head`.
-        AttributeError: its config lacks a size.
+        AttributeError: the config lacks a size.
     """
-    config = model.config.get_text_config()
-    _, head = plain_embed_head(model)
+    config = config.get_text_config()
     rope = _rope_parameters(config)
     short_lengths = [kind["original_max_position_embeddings"] for kind in rope if kind.get("rope_type") == "longrope"]
-    return TargetSpec(
-        name=name,
-        fingerprint=fingerprint(model),
-        template=template,
-        **layer_sizes(config),
-        vocab_size=head.weight.shape[0],
-        context=min([config.max_position_embeddings, *short_lengths]),
-        rope_theta=float(rope[0].get("rope_theta", 10000.0)),
-        logit_scale=(getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
-        logit_cap=getattr(config, "final_logit_softcapping", None),
-    )
-
-
-def layer_sizes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of `TargetSpec` that the config of a language model states."""
-    return {
+    stated = {
         "hidden_size": config.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         "heads": config.num_attention_heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "context": min([config.max_position_embeddings, *short_lengths]),
+        "rope_theta": float(rope[0].get("rope_theta", 10000.0)),
         "norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "logit_scale": (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
+        "logit_cap": getattr(config, "final_logit_softcapping", None),
         "layers": config.num_hidden_layers,
     }
+    return TargetSpec(name=name, **stated | known)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:

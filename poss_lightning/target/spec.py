@@ -31,9 +31,9 @@ class TargetSpec:
     context: int  # tokens that the target reads; with "longrope" angles, those that it reads with short factors
     rope_theta: float  # of its full attention, where layers differ
     norm_eps: float
+    layers: int  # of the decoder
     logit_scale: float = 1.0  # between head and softmax; see `EmbedHead`
     logit_cap: float | None = None
-    layers: int | None = None  # decoder layers; None in older files
 
     def __post_init__(self) -> None:
         """Raise ValueError for a field of another type, as a foreign file may have."""
@@ -43,10 +43,8 @@ class TargetSpec:
         """The first field in which two specs differ, in words; None if they describe the same target."""
         for field, value in asdict(self).items():
             theirs = getattr(other, field)
-            unknown = field == "layers" and None in (value, theirs)
-            if field == "name" or unknown or (field == "fingerprint" and same_weights(value, theirs)):
-                continue
-            if value != theirs:
+            same = field == "name" or value == theirs or (field == "fingerprint" and same_weights(value, theirs))
+            if not same:
                 return f"{field} {value!r} ({self.name}) against {theirs!r} ({other.name})"
         return None
 

@@ -1,13 +1,17 @@
-"""A target's chat template: messages -> text, as transformers renders it; and what the template leaves out."""
+"""A target's chat template: messages -> text, as transformers renders it; what it leaves out and how answers end."""
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from poss_lightning.target.spelling import any_of
+
+logger = logging.getLogger(__name__)
 Message = dict[str, Any]  # role, content, and whatever else a template reads: tool_calls, thoughts, name
 Variables = Mapping[str, Any]  # of a template, besides the messages: tools, enable_thinking
 
@@ -16,7 +20,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thought
 _TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
-_TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
 
 
 def thinking(text: str) -> Message:
@@ -31,7 +34,7 @@ class Template:
     of the variable `strftime_now`, by default today.
 
     Raises:
-        ValueError: there is no template, or a variable cannot be one.
+        ValueError: there is no template, or the date is not one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: Variables | None = None):
@@ -42,8 +45,6 @@ class Template:
             )
         self._tokenizer, self._source = tokenizer, tokenizer.get_chat_template()
         given = dict(variables or {})
-        if taken := [name for name in given if name in _TAKEN]:
-            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template")
         self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
         today = {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
         self.variables: dict[str, Any] = today | given
@@ -105,14 +106,28 @@ class Template:
             if message["content"].strip() and text == self.text(changed, variables, open_answer=True):
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
-    def after_answers(self) -> Iterable[str]:
-        """What follows an answer: the last one, and one after which the chat continues. Nothing if that is unclear."""
+    def find_stops(self, generation_config: GenerationConfig | None) -> frozenset[int]:
+        """The stop tokens of tokenizer and generation config, and the one that is written after every answer."""
+        ids = getattr(generation_config, "eos_token_id", None)
+        ids = ids if isinstance(ids, list) else [ids]
+        stops = {token for token in (*ids, self._tokenizer.eos_token_id) if isinstance(token, int)}
+        known = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
+        found = (any_of(known).match(text.lstrip()) for text in self._after_answers())
+        last, earlier = (match[0] if match else "" for match in found)
+        if last and last == earlier:
+            stops.add(known[last])
+        elif earlier and not last and known[earlier] not in stops:
+            logger.warning("%s stands after an answer where the chat continues, and is not a stop token", earlier)
+        return frozenset(stops)
+
+    def _after_answers(self) -> list[str]:
+        """What follows an answer: the last one, and one after which the chat continues; "" if that is unclear."""
         turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
             return [self.text(some, {}).split(MARK)[1] for some in (messages[:2], messages)]
         except (ValueError, IndexError):  # the template refuses them, or changes what is said
-            return []
+            return ["", ""]
 
 
 def _dated(template: str, day: date) -> str:

@@ -8,7 +8,7 @@ import torch
 from poss_lightning.draft.config import DEFAULT_ALLOCATIONS, DraftConfig, Kind
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
-from poss_lightning.target.describe import layer_sizes
+from poss_lightning.target.describe import spec_of
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft, step_flops
@@ -156,16 +156,9 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
     if not (Path(target) / "config.json").is_file():
         raise ValueError(f"target is {target!r}; it must be {', '.join(TARGETS)}, or a folder with a config.json")
     config = load_config(target, Path(target))
-    text = config.get_text_config()
     try:
-        spec = TargetSpec(
-            name=target,
-            **layer_sizes(text),
-            vocab_size=text.vocab_size,
-            context=text.max_position_embeddings,
-            rope_theta=10000.0,  # not used here
-        )
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
+        spec = spec_of(config, target)
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{target}/config.json is not a language model's: {error}") from error
     return spec, bool(getattr(config, "tie_word_embeddings", False))
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sweep import PlannedCell, Sweep
-from poss_lightning.target.masks import LayerMasks
+from poss_lightning.target.masks import layer_windows
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft
 from poss_lightning.training.plan import TARGETS, token_bytes
 from poss_lightning.training.start import check_reach
@@ -61,7 +61,7 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     assert [tuple(end.shape) for end in ends] == [(spec.vocab_size, spec.hidden_size)] * 2
     assert (config.max_position_embeddings, config.rms_norm_eps) == (spec.context, spec.norm_eps)
     assert (config.rope_parameters["rope_theta"], config.num_hidden_layers) == (spec.rope_theta, spec.layers)
-    LayerMasks.of(config, spec.context)  # refuses layers that a tree cannot be read with
+    layer_windows(config, spec.context)  # refuses layers that a tree cannot be read with
 
     with torch.device("meta"):
         layer = Specialists(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]

@@ -28,8 +28,6 @@ def marked(answer: str) -> str:
 
 
 MARKED = marked(HEAD + "{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}\n")
-MARKED_WITH_NEWLINE = marked(HEAD + "{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}")
-MARKED_WITHOUT_STOP = marked(HEAD + "{% generation %}{{ message['content'] }}{% endgeneration %}<|im_end|>\n")
 MARKED_WITH_HEAD = marked("{% generation %}" + HEAD + "{{ message['content'] }}<|im_end|>\n{% endgeneration %}")
 SYSTEM_DEFAULT = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -45,7 +43,7 @@ REASONING = (  # as Qwen3: thoughts stay in the last answer only
     "{% for message in messages %}" + HEAD + "{{ message['content'] if loop.last or message['role'] != 'assistant' "
     "else message['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}" + OPEN
 )
-CHATMLS = [CHATML, MARKED, MARKED_WITH_NEWLINE, MARKED_WITHOUT_STOP, MARKED_WITH_HEAD, SYSTEM_DEFAULT]
+CHATMLS = [CHATML, MARKED, MARKED_WITH_HEAD, SYSTEM_DEFAULT]
 TEMPLATES = [*CHATMLS, LLAMA_3, LLAMA_2, MISTRAL, NO_STOP]
 CUT = {"finish_reason": "length"}
 ANSWERS = [
@@ -273,7 +271,6 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (THINKING, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (THINKING, assistant("Yes."), "Yes.<|im_end|>"),
         (R1, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
-        (R1, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (THINKING, assistant("<think>\nTwo.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (THINKS, assistant("<think>Two.</think>Yes."), "Two.</think>Yes.<|im_end|>"),
         (THINKS, assistant("Two.</think>Yes."), "Two.</think>Yes.<|im_end|>"),
@@ -327,7 +324,6 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
         (THINKS, chat_of(["b"]), {}, "message 1: .*opens an answer with '<think>'"),
         (OPENS, chat_of(["b"]), {}, "message 1: .*opens a thought that the answer does not close"),
         (ANSWERS_ALONE, chat_of(["<think>a</think>b"]), {}, "message 1: it has thoughts, and the chat template closes"),
-        (LLAMA_2, [user("a"), *chat_of(["b"])], {}, "the roles user, user: roles must alternate"),
     ],
 )
 def test_what_a_template_refuses_or_leaves_out_is_refused(template, messages, given, reason):
@@ -405,8 +401,8 @@ def test_variables_reach_the_template_and_a_conversations_own_go_first():
     assert decode(chat, chat.prompt([user("a")], {"enable_thinking": True})).endswith("assistant\n")
     three = chat_of(["one", "two", "three"])
     assert words(chat, three) == ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"]
-    with pytest.raises(ValueError, match="chat_template_kwargs has 'messages'"):
-        Chat(tiny_tokenizer(), variables={"messages": []})
+    with pytest.raises(ValueError, match=r"multiple values for .* 'messages'"):
+        Chat(tiny_tokenizer(), variables={"messages": []}).prompt([user("a")])
 
 
 @pytest.mark.parametrize("form", ["'%d %b %Y'", "form", "format='%d' ~ ' %b %Y'"])
@@ -425,12 +421,9 @@ def test_the_date_is_that_of_the_day_when_work_began(form):
     assert not Chat(tiny_tokenizer()).template.variables
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [([], "there are no messages"), (chat_of(["b"]), "message 1 is the assistant's too")],
-)
-def test_prompts_need_somebody_to_answer(messages, reason):
-    with pytest.raises(ValueError, match=reason):
+@pytest.mark.parametrize("messages", [[], chat_of(["b"]), [assistant("a"), user("b")]])
+def test_prompts_need_somebody_to_answer(messages):
+    with pytest.raises(ValueError, match="nobody speaks before the answer"):
         Chat(tiny_tokenizer()).prompt(messages)
 
 
@@ -470,18 +463,14 @@ def test_digest_tells_templates_and_the_tokens_they_use_apart():
     assert Chat(llama).template.digest != llama_digest
 
 
-def test_an_answer_with_any_special_token_is_not_plain():
+def test_an_answer_with_any_special_token_is_not_plain_and_its_text_leaves_it_out():
     """Also one that has no name, as the channels of gpt-oss."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["<|channel|>"], special_tokens=True)
     chat = Chat(tokenizer)
     assert chat.is_plain(tokenizer("four<|im_end|>").input_ids)
-    assert not chat.is_plain(tokenizer("<|channel|>four<|im_end|>").input_ids)
-
-
-def test_text_leaves_special_tokens_out():
-    chat = Chat(tiny_tokenizer())
-    assert chat.text(chat._tokenizer("<|im_start|>four , é<|im_end|>").input_ids) == "four , é"
+    channel = tokenizer("<|channel|>four , é<|im_end|>").input_ids
+    assert not chat.is_plain(channel) and chat.text(channel) == "four , é"
 
 
 # --- forged turns ---

