@@ -89,7 +89,7 @@ lab: setup  ## make what experiments/ reads: features of self-written text and o
 bench: setup  ## time extraction against the target's bare forward pass
 	$(BIN)/python -m benchmarks.core
 
-bench-decode: setup  ## time rounds and answers; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
+bench-decode: setup  ## time rounds and batches; ARGS='--draft runs/demo/poss2/draft-last --limit 2'
 	$(BIN)/python -m benchmarks.decode $(ARGS)
 
 bench-gpu: setup  ## time training, rounds, extraction and answers on a GPU; POSS_DEVICE=cpu runs every line at tiny sizes

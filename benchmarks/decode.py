@@ -1,32 +1,30 @@
-"""`make bench-decode`: what rounds cost, and how fast real answers are. Prints figures, writes runs/bench/decode.json.
+"""`make bench-decode`: what rounds cost, alone and in batches. Prints figures, writes runs/bench/decode.json.
 
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
 draws       a round that draws beside a greedy one, by tree
 context     a draft step and verification beside a plain step, by tokens of the text
-suites      tokens per second of each suite: plain (our own loop and generate), lookup alone, the draft, and both
-batch       the same for batches of prompts
+batch       tokens per second of batches of prompts, by plain decoding and by the draft
 
-Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round takes.
+Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round takes. How fast
+single answers are, `poss benchmark` measures.
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from statistics import mean, median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.measure import in_turn, ratios, rotate, show, spread, write
+from benchmarks.measure import in_turn, ratios, show, spread, write
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -47,12 +45,7 @@ VOCABULARY = 8192  # of the drafts whose costs are compared
 TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}  # depth, nodes, width
 LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-PARTS = ("costs", "draws", "context", "suites", "batch")
-AUTO, FIXED, BOTH = "auto", "fixed", "auto_and_lookup"
-BASELINES = GENERATE, PLAIN, LOOKUP = "generate", "plain", "lookup"
-
-
-# --- rounds ---
+PARTS = ("costs", "draws", "context", "batch")
 
 
 def costs(target: Target, drafts: dict[str, Specialists], rounds: int, **tree: int) -> dict[str, Any]:
@@ -117,80 +110,28 @@ def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
     return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 
-# --- answers ---
-
-
-class Run(NamedTuple):
-    """What one method did with one batch of prompts."""
-
-    tokens: int
-    seconds: float  # prefill included
-    accepted: list[int]  # of every round of every prompt
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self.tokens / self.seconds
-
-
-def run(decoder: Decoder, prompts: list[list[int]], limit: int) -> Run:
-    decoded = decoder.decode(prompts, limit)
-    accepted = [count for one in decoded for count in one.accepted]
-    return Run(sum(len(one.tokens) for one in decoded), decoded[0].seconds["total"], accepted)
-
-
-def answers(methods: dict[str, Decoder], batches: list[list[list[int]]], limit: int) -> list[dict[str, Run]]:
-    """Every batch of prompts by every method, in an order that rotates, after a warm-up on the first batch."""
-    for decoder in methods.values():
-        run(decoder, batches[0], min(limit, 16))
-    names, runs = [*methods], []
-    for number, prompts in enumerate(tqdm(batches, desc=", ".join(names), unit="batch", leave=False)):
-        runs.append({name: run(methods[name], prompts, limit) for name in rotate(names, number)})
-    return runs
-
-
-def figures(runs: list[dict[str, Run]], trees: tuple[str, ...], others: tuple[str, ...]) -> dict[str, Any]:
-    """Rate of each method, and τ over rounds; and how many times faster drafting was, the median over prompts."""
+def batch(target: Target, draft: Specialists, prompts: list[list[int]], limit: int) -> dict[str, Any]:
+    """Rate and τ of prompts side by side, and how many times faster than batched plain decoding that is."""
+    methods: dict[str, Decoder] = {"plain": Autoregressive(target)}
+    methods |= {tree: Speculative(target, draft, tree=tree) for tree in ("auto", "fixed")}
+    decoded = {name: decoder.decode(prompts, limit) for name, decoder in methods.items()}
+    works = {name: partial(decoder.decode, prompts, limit) for name, decoder in methods.items()}
+    times = in_turn(works, 3, target.device.type)
     found: dict[str, Any] = {}
-    for name in runs[0]:
-        own = [one[name] for one in runs]
-        rate = {"tokens_per_second": sum(one.tokens for one in own) / sum(one.seconds for one in own)}
-        accepted = [count for one in own for count in one.accepted]
-        found[name] = rate | ({"tau": 1 + mean(accepted)} if accepted else {})
-    for tree in trees:
-        for other in others:
-            found[f"{tree}_speedup_vs_{other}"] = median(one[tree].rate / one[other].rate for one in runs)
+    for name, own in decoded.items():
+        rate = sum(len(one.tokens) for one in own) / median(times[name])
+        plain = found.get("plain", {"tokens_per_second": rate})["tokens_per_second"]
+        found[name] = {"tokens_per_second": rate, "speed_up": rate / plain}
+        if accepted := [count for one in own for count in one.accepted]:
+            found[name]["tau"] = 1 + mean(accepted)
     return found
-
-
-def first_turns(target: Target, questions: list[Question]) -> list[list[int]]:
-    """The prompt of each question's first turn."""
-    return [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
-
-
-def suites(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
-    """Every method's figures, per suite and over all."""
-    methods: dict[str, Decoder] = {AUTO: Speculative(target, draft, tree="auto"), FIXED: Speculative(target, draft)}
-    methods[BOTH] = Speculative(target, draft, tree="auto", lookup=10)
-    methods |= {PLAIN: Autoregressive(target), GENERATE: Generate(target), LOOKUP: Speculative(target, None, lookup=10)}
-    runs, grouped = answers(methods, [[prompt] for prompt in first_turns(target, questions)], limit), defaultdict(list)
-    for question, one in zip(questions, runs, strict=True):
-        grouped[question.suite].append(one)
-    return {suite: figures(own, (AUTO, FIXED, BOTH), BASELINES) for suite, own in (grouped | {"all": runs}).items()}
-
-
-def batch(target: Target, draft: Specialists, questions: list[Question], size: int, limit: int) -> dict[str, Any]:
-    """`size` prompts of different suites side by side, compared with batched plain decoding."""
-    methods = {AUTO: Speculative(target, draft, tree="auto"), FIXED: Speculative(target, draft)}
-    prompts = first_turns(target, questions[:: max(1, len(questions) // size)])[:size]
-    return figures(answers(methods | {PLAIN: Autoregressive(target)}, [prompts] * 3, limit), (AUTO, FIXED), (PLAIN,))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all by default")
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
-    parser.add_argument("--draft", default="embedded-hass", help="for draws, suites and batch")
+    parser.add_argument("--draft", default="embedded-hass", help="for draws, context and batch")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -198,19 +139,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="runs/bench/decode.json")
     options = parser.parse_args(arguments)
     questions, target = read_suites(options.suites, options.limit), Target.load("embedded", device=options.device)
-    draft, limit, rounds = Specialists.from_pretrained(options.draft), options.max_new_tokens, options.rounds
+    draft, rounds = Specialists.from_pretrained(options.draft), options.rounds
 
     def costs_of_kinds() -> dict[str, Any]:
         kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
         drafts = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
         return costs(target, drafts, rounds)
 
+    def batches() -> dict[str, Any]:
+        found = {}
+        for size in BATCHES[target.device.type]:
+            chosen = questions[:: max(1, len(questions) // size)][:size]  # of different suites
+            prompts = [question.first_prompt(target.chat) for question in chosen]
+            found[str(size)] = batch(target, draft, prompts, options.max_new_tokens)
+        return found
+
     parts = {
         "costs": costs_of_kinds,
         "draws": lambda: draws(target, draft, rounds),
         "context": lambda: context(target, draft),
-        "suites": lambda: suites(target, draft, questions, limit),
-        "batch": lambda: {str(n): batch(target, draft, questions, n, limit) for n in BATCHES[target.device.type]},
+        "batch": batches,
     }
     results: dict[str, Any] = {name: getattr(options, name) for name in ("draft", "max_new_tokens", "rounds")}
     results |= {"dtype": target.dtype_name, "questions": len(questions)}

@@ -3,7 +3,7 @@
 step      a training step at the sizes of Llama-3-8B, beside the published one and the rate of products
 rounds    rounds and plain steps at these sizes, with and without graphs, beside the bandwidth floor
 extract   tokens per second of extraction, beside the bare forward
-answers   the embedded target's suites, with a shipped draft, beside plain decoding
+answers   `poss benchmark` of the embedded target's suites, with a shipped draft
 
 Prints each part and writes runs/bench/gpu.json. After a kill, the same command resumes with the parts that are missing.
 With POSS_DEVICE=cpu every line runs at tiny sizes, so that the first GPU finds no typing error; these figures mean
@@ -14,20 +14,22 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
 from transformers import LlamaConfig
 
-from benchmarks import core, decode, floor, soak, train
+from benchmarks import core, floor, train
 from benchmarks.measure import show, write
 from benchmarks.random_target import random_target
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.machine import choose_dtype
+from poss_lightning.reports.findings import find
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
+from tests.support.tiny import tiny_model
 
 
 class Scale(NamedTuple):
@@ -56,7 +58,7 @@ FULL = Scale(
 TINY = Scale(
     draft=(64, 96, 4, 2, 16, 500),
     slots=(32, 64),
-    target=soak.TINY,
+    target=tiny_model().config,
     batches=(1, 2),
     rounds={"nodes": 8, "prompt_tokens": 16, "repeats": 2},
     conversations=2,
@@ -80,8 +82,20 @@ def extract(scale: Scale, device: str) -> dict[str, Any]:
 
 
 def answers(scale: Scale, device: str) -> dict[str, Any]:
-    target, draft = Target.load("embedded", device=device), Specialists.from_pretrained("embedded-hass")
-    return decode.suites(target, draft, read_suites(None, scale.questions), scale.new_tokens)
+    """The measures of `poss compare` by method, over all suites."""
+    with TemporaryDirectory() as folder:
+        benchmark(
+            folder,
+            drafts={"hass": "embedded-hass"},
+            limit=scale.questions,
+            max_new_tokens=scale.new_tokens,
+            tree="auto",
+            lookup=10,
+            baselines=["plain", "generate", "lookup"],
+            device=device,
+        )
+        rows = find(folder).overall
+    return {row.method: {name: value.value for name, value in row.values.items()} for row in rows}
 
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {part.__name__: part for part in (step, rounds, extract, answers)}

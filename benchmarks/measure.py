@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -53,8 +54,7 @@ def ratios(times: Mapping[str, list[float]], above: str, below: str) -> list[flo
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, and the 10th and 90th percentile."""
-    shares = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-    low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(shares).tolist()
+    low, middle, high = np.quantile(values, [0.1, 0.5, 0.9]).tolist()
     return {"median": middle, "low": low, "high": high}
 
 

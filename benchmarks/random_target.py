@@ -1,14 +1,12 @@
 """Targets and drafts with random weights, for what depends on sizes alone: times and laws."""
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import TargetSpec
-
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+from tests.support.tiny import tiny_tokenizer
 
 
 def random_spec(
@@ -30,20 +28,12 @@ def random_spec(
     )
 
 
-def random_target(
-    config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
-) -> Target:
-    """A Llama of these sizes; its tokenizer knows bytes, as tokens 0 to 255, and <stop>, 256."""
-    torch.manual_seed(seed)
+def random_target(config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
+    """A Llama of these sizes with the tests' tokenizer, of at most 320 tokens."""
+    torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocabulary | {"<stop>": 256}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<stop>")
-    fast.chat_template = TEMPLATE
-    return Target(model, fast, "random")
+    return Target(model, tiny_tokenizer(vocab_size=min(320, config.vocab_size)), "random")
 
 
 def random_draft(

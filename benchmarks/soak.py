@@ -21,30 +21,18 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import LlamaConfig
 
-from benchmarks.random_target import random_draft, random_target
+from benchmarks.random_target import random_draft
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target
+from tests.support.tiny import tiny_target
 
 GROWTH = 0.05  # allowed, of resident memory after the first fifth of the time
 EVERY = 20  # cases, of which one is the embedded target's
 NOISE = 1e-5  # of the largest logit: how much two forwards in float32 may differ
-TINY = LlamaConfig(
-    vocab_size=288,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.2,
-    bos_token_id=None,
-    eos_token_id=None,
-)
 
 
 @dataclass(frozen=True)
@@ -158,7 +146,7 @@ def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[
         Mismatch: names the case.
     """
     sentences = [question.turns[0] for question in read_suites()]
-    tiny = [random_target(TINY, torch.float32, seed=weights) for weights in range(4)]
+    tiny = [tiny_target(weights) for weights in range(4)]
     found, began, warm = Counter(cases=0, tokens=0, accepted=0, ties=0), time.monotonic(), None
     with tqdm(total=round(60 * minutes), unit="s", desc="soak") as bar:
         for number in count(seed):
