@@ -48,6 +48,10 @@ def find_default_positions(stored: dict[str, Any]) -> int | None:
     """The number of tokens that an engine drafts by the default method; None where the config does not say."""
     engine = mapping(stored, ENGINE_KEYS)
     methods, default = engine.get("proposal_methods") or [{}], engine.get("default_proposal_method")
+    check_setting(
+        isinstance(methods, list) and all(isinstance(method, dict) for method in methods),
+        "proposal_methods", methods, "it must be a list of objects, [{A: B}]",
+    )  # fmt: skip
     chosen = next((method for method in methods if method.get("proposal_type") == default), methods[0])
     return chosen.get("speculative_tokens")
 
