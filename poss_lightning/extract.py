@@ -9,6 +9,7 @@ from poss_lightning.features.encoding import Stored
 from poss_lightning.features.manifest import Manifest, is_finished, verify_files
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import TargetReader
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import STORE_FILES, write_store
 from poss_lightning.files import check_folder, without_secrets
 from poss_lightning.machine import choose_device, choose_dtype
@@ -73,6 +74,7 @@ def extract(
     """
     if verify:
         verify_files(local_copy(out))
+        FeatureStore(out)
         return print(f"{without_secrets(out)}: every file is as it was written")
     if "://" in out:
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")

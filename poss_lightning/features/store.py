@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -48,7 +49,7 @@ class Sample(NamedTuple):
 class FeatureStore(SampleSource):
     """A finished store, or several of one target as one, memory-mapped.
 
-    Opening checks every file's size and every shard's columns; `verify_files` reads all bytes.
+    Opening checks every file's size, and the columns of every sample; `verify_files` reads all bytes.
 
     Args:
         address: a folder; any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`; or
@@ -73,8 +74,9 @@ class FeatureStore(SampleSource):
         self._batches: list[pa.RecordBatch] = []
         for folder, manifest in zip(self.folders, manifests, strict=True):
             _check_alike(self.folders[0], self.manifest, folder, manifest)
-            for entry in manifest.shards:
-                self._batches += open_shard(folder / entry.name, manifest.layers)
+            batches = [batch for entry in manifest.shards for batch in open_shard(folder / entry.name, manifest)]
+            _check_counts(folder, manifest, batches)
+            self._batches += batches
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
         table = pa.Table.from_batches([batch.select(["id", "length", "spans"]) for batch in self._batches])
         self.ids: list[str] = table["id"].to_pylist()
@@ -129,8 +131,15 @@ class FeatureStore(SampleSource):
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
-        stored = load_file(self.folders[0] / EMBED_HEAD)
-        embedding, head = stored["embedding"], stored.get("head", stored["embedding"])
+        path = self.folders[0] / EMBED_HEAD
+        try:
+            stored = load_file(path)
+            embedding, head = stored["embedding"], stored.get("head", stored["embedding"])
+        except (SafetensorError, KeyError) as error:
+            raise StoreError(f"{path} cannot be read ({error})") from error
+        for rows in (embedding, head):
+            if rows.shape[1:] != (self.target.hidden_size,) or not rows.is_floating_point():
+                raise StoreError(f"{path} has {rows.dtype} of {list(rows.shape)}; the manifest says another target")
         return EmbedHead(embedding, head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
     def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
@@ -160,6 +169,17 @@ def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) ->
         one, other = getattr(ours, name), getattr(theirs, name)
         if one != other:
             raise StoreError(f"{folder} and {first} differ in {name}: {other} and {one}. Extract one of them again")
+
+
+def _check_counts(folder: Path, manifest: Manifest, batches: list[pa.RecordBatch]) -> None:
+    """Raise StoreError where the numbers of samples or tokens are not the manifest's, or an id occurs twice."""
+    ids = [name for batch in batches for name in batch["id"].to_pylist()]
+    found = {"samples": len(ids), "tokens": sum(int(batch["length"].to_numpy().sum()) for batch in batches)}
+    for name, count in found.items():
+        if count != (expected := getattr(manifest, name)):
+            raise StoreError(f"{folder} has {count} {name}, its manifest says {expected}: remove and extract it again")
+    if len(set(ids)) < len(ids):
+        raise StoreError(f"{folder} has {len(ids)} samples of {len(set(ids))} ids: remove and extract it again")
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:

@@ -20,6 +20,7 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thought
 _TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
+_TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
 
 
 def thinking(text: str) -> Message:
@@ -34,7 +35,7 @@ class Template:
     of the variable `strftime_now`, by default today.
 
     Raises:
-        ValueError: there is no template, or the date is not one.
+        ValueError: there is no template, or a variable cannot be one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: Variables | None = None):
@@ -45,6 +46,8 @@ class Template:
             )
         self._tokenizer, self._source = tokenizer, tokenizer.get_chat_template()
         given = dict(variables or {})
+        if taken := [name for name in given if name in _TAKEN]:
+            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template")
         self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
         today = {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
         self.variables: dict[str, Any] = today | given

@@ -11,15 +11,18 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.schedule import stable_number
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.texts import first_of_each
 from poss_lightning.features.writing import write_store
+from poss_lightning.files import sha256
 from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target
@@ -90,6 +93,47 @@ def test_shards_with_other_columns_are_refused(folder):
         FeatureStore(folder)
 
 
+def rewrite(folder: Path, change, shard: int = 1) -> None:
+    """Change the table of a shard, and put its new size and digest into the manifest, as if it had been so."""
+    path = folder / f"shard-{shard:05d}.arrow"
+    with path.open("rb") as file:
+        table = change(pa.ipc.open_stream(file.read()).read_all().combine_chunks())
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table)
+    entry = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    edit_manifest(folder, lambda fields: fields["shards"][shard].update(entry))
+
+
+def put(table: pa.Table, name: str, change) -> pa.Table:
+    """The table with other values in a column."""
+    values = change(table[name].to_pylist())
+    return table.set_column(table.column_names.index(name), name, pa.array(values, table.schema.field(name).type))
+
+
+DAMAGE = {
+    "cut between samples": lambda table: table.slice(0, table.num_rows - 1),
+    "a length": lambda table: put(table, "length", lambda lengths: [lengths[0] + 1, *lengths[1:]]),
+    "a text without tokens": lambda table: put(table, "tokens", lambda texts: [[], *texts[1:]]),
+    "a token beyond": lambda table: put(table, "tokens", lambda texts: [[320, *texts[0][1:]], *texts[1:]]),
+    "a token below": lambda table: put(table, "greedy", lambda texts: [[-2, *texts[0][1:]], *texts[1:]]),
+    "features of another": lambda table: put(table, "features", lambda blobs: [blobs[0][:-4], *blobs[1:]]),
+    "null features": lambda table: put(table, "features", lambda blobs: [None, *blobs[1:]]),
+    "spans beyond": lambda table: put(table, "spans", lambda spans: [[0, 61], *spans[1:]]),
+    "half a span": lambda table: put(table, "spans", lambda spans: [spans[0][:1], *spans[1:]]),
+    "a repeated id": lambda table: put(table, "id", lambda ids: [ids[1], *ids[1:]]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_inconsistent_samples_are_refused_though_every_digest_is_right(folder, damage):
+    """By opening and by `poss extract --verify true`."""
+    rewrite(folder, damage)
+    verify_files(folder)
+    for use in (lambda: FeatureStore(folder), lambda: extract("", str(folder), verify=True)):
+        with pytest.raises(StoreError, match=str(folder)):
+            use()
+
+
 @pytest.mark.parametrize(("name", "kind"), [("tokens", np.int32), ("features", np.int64)])
 @pytest.mark.parametrize("last", [2**30, -1])
 def test_a_wrong_offset_is_refused(folder, name, kind, last):
@@ -104,6 +148,34 @@ def test_a_wrong_offset_is_refused(folder, name, kind, last):
     path.write_bytes(data)
     with pytest.raises(StoreError, match=r"shard-00001\.arrow cannot be read"):
         FeatureStore(folder)
+
+
+def test_a_repeated_shard_is_refused(folder):
+    """Also where the manifest counts its samples twice."""
+    shutil.copyfile(folder / "shard-00000.arrow", folder / "shard-00001.arrow")
+    with (folder / "shard-00000.arrow").open("rb") as file:
+        lengths = pa.ipc.open_stream(file.read()).read_all()["length"].to_pylist()
+    for counts in ({}, {"samples": 2 * len(lengths), "tokens": 2 * sum(lengths)}):
+        first = json.loads((folder / "manifest.json").read_text())["shards"][0]
+        shards = [first, first | {"name": "shard-00001.arrow"}]
+        edit_manifest(folder, lambda fields, new={"shards": shards} | counts: fields.update(new))
+        with pytest.raises(StoreError, match=r"samples of \d+ ids" if counts else r"samples, its manifest says \d+"):
+            FeatureStore(folder)
+
+
+@pytest.mark.parametrize("change", ["int8", "narrow", "nameless"])
+def test_an_embedding_of_another_kind_is_refused(folder, change):
+    path = folder / "ends.safetensors"
+    state = load_file(path)
+    state = {
+        "int8": {name: value.to(torch.int8) for name, value in state.items()},
+        "narrow": {name: value[:, :5].clone() for name, value in state.items()},
+        "nameless": {"head": state["head"]},
+    }[change]
+    save_file(state, path)
+    edit_manifest(folder, lambda fields: fields["ends"].update(bytes=path.stat().st_size))
+    with pytest.raises(StoreError, match=r"ends\.safetensors (has|cannot be read)"):
+        FeatureStore(folder).embed_head()
 
 
 # --- several as one ---
