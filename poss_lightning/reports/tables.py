@@ -202,7 +202,7 @@ def _length_tables(methods: Mapping[str, Answers]) -> dict[str, pd.DataFrame]:
     )
     tables = {}
     for by, title in LENGTHS.items() if len(rounds) else ():
-        if rounds[by].nunique() > 1:
+        if len(rounds[by].unique()) > 1:
             sums = rounds.groupby([by, "method", "prompt"], sort=False)["accepted"].agg(["size", "sum"])
             taus = sums.groupby([by, "method"]).apply(_tau).unstack(by).reindex(rounds["method"].unique())
             tables[title] = taus.fillna("").set_axis(_name_columns([*taus.columns]), axis=1).reset_index()

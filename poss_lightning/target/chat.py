@@ -238,8 +238,10 @@ class Chat:
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Text up to where the assistant answers the last message."""
-        if not messages or "assistant" in (messages[0]["role"], messages[-1]["role"]):
-            raise ValueError("nobody speaks before the answer: there is no message, or its first or last is an answer")
+        if not messages or messages[0]["role"] == "assistant":
+            raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
+        if messages[-1]["role"] == "assistant":
+            raise ValueError(f"nobody speaks before the answer: message {len(messages) - 1} is the assistant's too")
         return self.template.text(messages, variables, open_answer=True)
 
     # --- tokens ---

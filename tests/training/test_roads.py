@@ -134,9 +134,9 @@ def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
 
 def test_the_demo_trains_with_the_options_of_print_config(tmp_path, capsys, trained):
     with pytest.raises(ValueError, match="has no draft-last"):
-        demo._fit(tmp_path, "poss2", store="s", size=9, steps=4, start="embedded-hass", dtype="float32", device="cpu")
+        demo._fit(tmp_path, "poss2", store="s", steps=4, start="embedded-hass", dtype="float32", device="cpu")
     (options,) = trained
-    given = {"data": {"store": "s"}, "model": {"vocabulary_size": 9, "start_from": "embedded-hass"}}
+    given = {"data": {"store": "s"}, "model": {"vocabulary_size": demo.VOCABULARY, "start_from": "embedded-hass"}}
     steps = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
     given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
     files = ("--config", "demo.yaml", "--config", "draft/poss2.yaml")
