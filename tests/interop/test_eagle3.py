@@ -50,7 +50,7 @@ def agree(folder: Path, draft: Specialists, target: Target, depth: int = 4, conf
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
-    outputs = torch.randn(5, 3 * D, generator=generator)
+    outputs = torch.randn(5, len(draft.config.layers) * D, generator=generator)
     twin = naive.PublishedEagle3(read(folder), config or stated(folder), draft.config.allocation)
     expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))  # (K, V)
     embed_head, ours = target.embed_head.restrict(draft.vocabulary), torch.full_like(expected, -torch.inf)
@@ -167,6 +167,7 @@ VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads
     ({"norm_output": True, "fc_norm": True, "norm_eps": 0.01}, ["vllm", "sglang"]),
     ({"rope_scaling": LLAMA3}, ["vllm", "sglang"]),
     ({"inner_layers": (1, 3, 6)}, ["vllm", "sglang"]),
+    ({"inner_layers": (3,), "fc_norm": True}, ["vllm", "sglang"]),
     ({"norm_before_residual": True}, ["vllm"]),
     ({"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}, ["vllm"]),
 ]
@@ -181,7 +182,11 @@ def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_pat
     for output in [*engines, "speculators"]:
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
         agree(tmp_path / output, draft, deep)
-        from_0 = {FUSED_BY: [0, 2, 5]} if "inner_layers" in variant and output != "speculators" else None
+        from_0 = (
+            {FUSED_BY: [layer - 1 for layer in draft.config.layers]}
+            if "inner_layers" in variant and output != "speculators"
+            else None
+        )
         assert stated(tmp_path / output).get("eagle_config") == from_0  # which SGLang reads
         back = "speculators" if output == "speculators" else "eagle3"
         convert(tmp_path / output, tmp_path / f"back-{output}", "--input_format", back)

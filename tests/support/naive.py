@@ -78,8 +78,8 @@ def fuse(draft, read: Tensor) -> Tensor:
     if draft.config.kind == "eagle2":
         return read
     if draft.config.fc_norm:
-        thirds = read.chunk(3)
-        read = torch.cat([rms_norm(third, norm) for third, norm in zip(thirds, draft.fc_norm, strict=True)])
+        outputs = read.chunk(len(draft.fc_norm))
+        read = torch.cat([rms_norm(output, norm) for output, norm in zip(outputs, draft.fc_norm, strict=True)])
     if draft.config.norm_before_fc:
         read = rms_norm(read, draft.fc_norm[0])
     return draft.fc.weight @ (draft.scale * read)
@@ -284,11 +284,11 @@ class PublishedEagle3(PublishedDraft):
         """What it says at the newest slot, step by step: K logits (V,) of the target's tokens, -inf where it has none.
 
         Args:
-            tokens: as above; read: (T, 3D), outputs of the target's layers low, middle and high, side by side.
+            tokens: as above; read: (T, nD), outputs of n of the target's layers, side by side.
         """
         if self.config.get("fc_norm"):
-            thirds = read.chunk(3, dim=-1)
-            read = torch.cat([self.norm(f"fc_norm.{i}", third) for i, third in enumerate(thirds)], dim=-1)
+            outputs = read.unflatten(-1, (-1, embedding.shape[-1])).unbind(-2)
+            read = torch.cat([self.norm(f"fc_norm.{i}", output) for i, output in enumerate(outputs)], dim=-1)
         if self.config.get("norm_before_fc"):
             read = self.norm("input_norm", read)
         h, said, cache = self.linear("fc", read), [], []
