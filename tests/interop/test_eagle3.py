@@ -182,11 +182,8 @@ def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_pat
     for output in [*engines, "speculators"]:
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
         agree(tmp_path / output, draft, deep)
-        from_0 = (
-            {FUSED_BY: [layer - 1 for layer in draft.config.layers]}
-            if "inner_layers" in variant and output != "speculators"
-            else None
-        )
+        fused_by = {FUSED_BY: [layer - 1 for layer in draft.config.layers]}  # counted from 0
+        from_0 = fused_by if "inner_layers" in variant and output != "speculators" else None
         assert stated(tmp_path / output).get("eagle_config") == from_0  # which SGLang reads
         back = "speculators" if output == "speculators" else "eagle3"
         convert(tmp_path / output, tmp_path / f"back-{output}", "--input_format", back)
