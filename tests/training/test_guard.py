@@ -64,6 +64,13 @@ def test_step_and_conversations_are_named_and_checkpoints_are_from_before(store,
     assert not (tmp_path / "draft-last").exists()
 
 
+def test_the_first_bad_step_is_named_without_checkpoints_too(store, tmp_path):
+    """The weights are lost by then, so each later step is bad, too."""
+    module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
+    with pytest.raises(ValueError, match=r"the norm of the gradient is nan, in .*\b7\b"):
+        fit(NanFeature(store, batch_tokens=256, validation=0.2), module, tmp_path)
+
+
 def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):
     with pytest.raises(
         ValueError, match="limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
