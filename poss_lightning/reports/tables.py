@@ -179,7 +179,7 @@ def _parts(methods: Mapping[str, Answers]) -> pd.DataFrame:
             table["method"].append(name)
             for part in (*PARTS, "rest"):
                 table[part].append(f"{1000 * seconds[part] / tokens:.1f}" if seconds[part] else "")
-    return _table(table)
+    return _table(table) if any(any(table[part]) for part in PARTS) else pd.DataFrame()  # of a replay, none is timed
 
 
 def _table(columns: dict[str, list[str]]) -> pd.DataFrame:

@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import decode, floor, soak
+from benchmarks import decode, exact, floor, soak
 from benchmarks.measure import in_turn, spread
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
@@ -47,6 +48,20 @@ def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch,
     assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
     assert written["batch"]["8"]["plain"]["speed_up"] == 1
     assert all(f"\n{part}\n" in printed for part in decode.PARTS) and "60_nodes" in written["context"]["300 tokens"]
+
+
+def test_the_count_of_drawn_tokens_resumes(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(exact.Target, "load", lambda *args, **options: target)
+    monkeypatch.setattr(exact.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2, 2, 2]))
+    asked = [SimpleNamespace(first_prompt=lambda chat, i=i: [5 + i] * (1 + i % 3)) for i in range(60)]
+    monkeypatch.setattr(exact, "read_suites", lambda: asked)
+    out, tokens = tmp_path / "exact.json", 0
+    for batches in (1, 2):
+        exact.main(["--tokens", str(tokens + 1), "--max-new-tokens", "8", "--out", str(out)])
+        found, before = json.loads(out.read_text()), tokens
+        tokens = found["tokens"]
+        assert (found["batches"], found["texts"], found["texts_that_differ"]) == (batches, 30 * batches, 0)
+        assert tokens > before
 
 
 def test_floors_are_the_bytes_that_must_be_read():
