@@ -134,10 +134,10 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
 
 def _find_window(stated: dict[str, Any]) -> int | None:
     """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
-    kinds, window = {*stated.get("layer_types", ())}, stated.get("sliding_window")
-    one_kind = kinds in (set(), {FULL}, {SLIDING})
-    check_setting(one_kind, "layer_types", stated.get("layer_types"), f"all must be {FULL}, or all {SLIDING}")
-    if kinds != {SLIDING}:
+    kinds, window = stated.get("layer_types") or [FULL], stated.get("sliding_window")
+    one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
+    check_setting(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
+    if kinds[0] == FULL:
         return None
     check_setting(window is not None, "sliding_window", window, "it must be the slots that a query sees")
     return window
