@@ -11,11 +11,12 @@ from statistics import median
 import torch
 from torch.nn.functional import linear
 
-from benchmarks.measure import in_turn, once, ratios, show, write
+from benchmarks.measure import in_turn, ratios, report
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
+from poss_lightning.machine import timed
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import Product
@@ -63,10 +64,8 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
 
     By rows of features and size of the vocabulary, while the caches have other weights.
     """
-    others, found = torch.zeros(2**26), {}  # 256 MiB
-    if (levels := exact_levels()) is None:
-        return found
-    for head in (target.embed_head.head[:32768], target.embed_head.head):
+    others, found, levels = torch.zeros(2**26), {}, exact_levels()  # 256 MiB
+    for head in (target.embed_head.head[:32768], target.embed_head.head) if levels else ():
         int8 = Int8Head(head, levels)
         for rows in (2, 10, 24):
             features = torch.randn(rows, head.shape[1]).to(head.dtype)
@@ -74,7 +73,7 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
             for _ in range(times):
                 for product, seconds in took.items():
                     others.add_(1)
-                    seconds.append(once(partial(product, features, head)))
+                    seconds.append(timed(partial(product, features, head)))
             found[f"linear_over_int8_{rows}_rows_of_{len(head)}"] = median(took[linear]) / median(took[int8])
     return found
 
@@ -82,8 +81,7 @@ def heads(target: Target, times: int = 25) -> dict[str, float]:
 def main() -> None:
     target = Target.load("embedded", device="cpu")
     figures = {"dtype": target.dtype_name, "extraction": extraction(target), "heads": heads(target)}
-    show(figures)
-    write("runs/bench/core.json", figures, target.device)
+    report(figures, "runs/bench/core.json", target.device)
 
 
 if __name__ == "__main__":

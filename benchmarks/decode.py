@@ -24,7 +24,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -110,20 +110,23 @@ def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
     return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 
-def batch(target: Target, draft: Specialists, prompts: list[list[int]], limit: int) -> dict[str, Any]:
-    """Rate and τ of prompts side by side, and how many times faster than batched plain decoding that is."""
+def batch(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
+    """By size of batch: rate and τ of prompts side by side, and how many times faster than batched plain decoding."""
     methods: dict[str, Decoder] = {"plain": Autoregressive(target)}
     methods |= {tree: Speculative(target, draft, tree=tree) for tree in ("auto", "fixed")}
-    decoded = {name: decoder.decode(prompts, limit) for name, decoder in methods.items()}
-    works = {name: partial(decoder.decode, prompts, limit) for name, decoder in methods.items()}
-    times = in_turn(works, 3, target.device.type)
     found: dict[str, Any] = {}
-    for name, own in decoded.items():
-        rate = sum(len(one.tokens) for one in own) / median(times[name])
-        plain = found.get("plain", {"tokens_per_second": rate})["tokens_per_second"]
-        found[name] = {"tokens_per_second": rate, "speed_up": rate / plain}
-        if accepted := [count for one in own for count in one.accepted]:
-            found[name]["tau"] = 1 + mean(accepted)
+    for size in BATCHES[target.device.type]:
+        chosen = questions[:: max(1, len(questions) // size)][:size]  # of different suites
+        prompts, own = [question.first_prompt(target.chat) for question in chosen], {}
+        texts = {name: decoder.decode(prompts, limit) for name, decoder in methods.items()}
+        works = {name: partial(decoder.decode, prompts, limit) for name, decoder in methods.items()}
+        times = in_turn(works, 3, target.device.type)
+        rates = {name: sum(len(one.tokens) for one in texts[name]) / median(times[name]) for name in methods}
+        for name, rate in rates.items():
+            own[name] = {"tokens_per_second": rate, "speed_up": rate / rates["plain"]}
+            if accepted := [count for one in texts[name] for count in one.accepted]:
+                own[name]["tau"] = 1 + mean(accepted)
+        found[str(size)] = own
     return found
 
 
@@ -140,26 +143,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     questions, target = read_suites(options.suites, options.limit), Target.load("embedded", device=options.device)
     draft, rounds = Specialists.from_pretrained(options.draft), options.rounds
-
-    def costs_of_kinds() -> dict[str, Any]:
-        kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
-        drafts = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
-        return costs(target, drafts, rounds)
-
-    def batches() -> dict[str, Any]:
-        found = {}
-        for size in BATCHES[target.device.type]:
-            chosen = questions[:: max(1, len(questions) // size)][:size]  # of different suites
-            prompts = [question.first_prompt(target.chat) for question in chosen]
-            found[str(size)] = batch(target, draft, prompts, options.max_new_tokens)
-        return found
-
-    parts = {
-        "costs": costs_of_kinds,
-        "draws": lambda: draws(target, draft, rounds),
-        "context": lambda: context(target, draft),
-        "batch": batches,
-    }
+    kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
+    kinds = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
+    works = (
+        partial(costs, target, kinds, rounds),
+        partial(draws, target, draft, rounds),
+        partial(context, target, draft),
+        partial(batch, target, draft, questions, options.max_new_tokens),
+    )
+    parts = dict(zip(PARTS, works, strict=True))
     results: dict[str, Any] = {name: getattr(options, name) for name in ("draft", "max_new_tokens", "rounds")}
     results |= {"dtype": target.dtype_name, "questions": len(questions)}
     for part in options.parts or parts:

@@ -56,13 +56,6 @@ def plan(seen: Observed) -> list[Fault]:
     return faults + [Fault("limit", size) for size in sorted({0, *(size // 2 for size in seen.sizes)})]
 
 
-def prepare(name: str, place: Place, random: Random) -> Trials:
-    """The faults in random order."""
-    seen = place.observe(WRITERS[name])
-    faults = plan(seen)
-    return Trials(name, WRITERS[name], seen.whole, faults, random.sample(faults, len(faults)))
-
-
 def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[list[Trials], list[str]]:
     """Try cases until the time is over or none is left, next of the command that has had the least of it.
 
@@ -70,7 +63,11 @@ def soak(minutes: float, names: list[str], seed: int, place: Place) -> tuple[lis
     """
     random, wrong = Random(seed), []
     with tqdm(total=round(60 * minutes), unit="s", desc="faults", mininterval=1 if sys.stderr.isatty() else 60) as bar:
-        trials = [prepare(name, place, random) for name in names]
+        trials = []
+        for name in names:
+            seen = place.observe(WRITERS[name])
+            faults = plan(seen)
+            trials.append(Trials(name, WRITERS[name], seen.whole, faults, random.sample(faults, len(faults))))
         began = time.monotonic()  # else a short run would try nothing
         while (elapsed := time.monotonic() - began) < 60 * minutes and any(one.left for one in trials):
             bar.update(min(round(elapsed), bar.total) - bar.n)

@@ -13,54 +13,57 @@ nothing.
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig
 
-from benchmarks import core, floor, train
-from benchmarks.measure import show, write
-from benchmarks.random_target import random_target
+from benchmarks import core, train
+from benchmarks.measure import in_turn, seconds, show, write
+from benchmarks.random_target import llama, random_draft, random_target
+from poss_lightning.clock import Clock
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.decoder import Decoder, Request
+from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.machine import choose_dtype
 from poss_lightning.reports.findings import find
+from poss_lightning.target.cache import SlotStore
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
-from tests.support.tiny import tiny_model
+
+WARMUP = 4  # the prefill, and rounds that capture graphs
+# Milliseconds by arithmetic (bytes over bandwidth, and launches), which no GPU has confirmed yet.
+EXPECTED = {"plain_step_ms": 5.6, "round_ms": 8.0}
 
 
 class Scale(NamedTuple):
-    """How large everything is."""
+    """How large everything is; by default as on a GPU."""
 
-    draft: tuple[int, ...]  # hidden, intermediate, heads, kv heads, head_dim, vocabulary
-    slots: tuple[int, ...]  # of a training step
-    target: LlamaConfig
-    batches: tuple[int, ...]  # texts side by side
-    rounds: dict[str, int]  # further arguments of `rounds_by_batch`
-    conversations: int
-    questions: int  # of each suite
-    new_tokens: int
+    sizes: tuple[int, ...] = train.LLAMA_3_8B
+    layers: int = 32
+    slots: tuple[int, ...] = (2048, 8192)  # of a training step
+    batches: tuple[int, ...] = (1, 4, 16)  # texts side by side
+    nodes: int = 60
+    prompt_tokens: int = 512
+    repeats: int = 20
+    conversations: int = 64
+    questions: int = 5  # of each suite
+    new_tokens: int = 128
 
 
-FULL = Scale(
-    draft=train.LLAMA_3_8B,
-    slots=(2048, 8192),
-    target=floor.LLAMA_3_8B,
-    batches=(1, 4, 16),
-    rounds={},
-    conversations=64,
-    questions=5,
-    new_tokens=128,
-)
 TINY = Scale(
-    draft=(64, 96, 4, 2, 16, 500),
+    sizes=(64, 96, 4, 2, 16, 500),
+    layers=2,
     slots=(32, 64),
-    target=tiny_model().config,
     batches=(1, 2),
-    rounds={"nodes": 8, "prompt_tokens": 16, "repeats": 2},
+    nodes=8,
+    prompt_tokens=16,
+    repeats=2,
     conversations=2,
     questions=1,
     new_tokens=4,
@@ -69,11 +72,33 @@ TINY = Scale(
 
 def step(scale: Scale, device: str) -> dict[str, Any]:
     dtype = getattr(torch, choose_dtype("auto", device))
-    return {f"T {slots}": train.figures(scale.draft, slots, device, dtype) for slots in scale.slots}
+    return {f"T {slots}": train.figures(scale.sizes, slots, device, dtype) for slots in scale.slots}
 
 
+@torch.inference_mode()
 def rounds(scale: Scale, device: str) -> dict[str, Any]:
-    return floor.rounds_by_batch(_large_target(scale, device), scale.batches, **scale.rounds)
+    """Rounds, their parts and plain steps of batches, with and without graphs, beside the time to read what they need.
+
+    A forward of few tokens cannot be faster than its weights and caches can be read: the floor is their bytes over the
+    rate at which the device copies. A plain step is a round of one node without a draft.
+    """
+    target, depth = _large_target(scale, device), 6
+    rate, draft = copy_rate(device, 2**30 if device == "cuda" else 2**22), random_draft(target, (3, 3))
+    found: dict[str, Any] = {"copy_gigabytes_per_second": rate / 1e9, "expected, 8B, batch 1, H100": EXPECTED}
+    for batch in scale.batches:
+        prompts = torch.randint(target.spec.vocab_size, (batch, scale.prompt_tokens)).tolist()
+        request = Request(prompts, 1 + (scale.repeats + WARMUP) * (depth + 1), frozenset())
+        for name, graphs in (("graphs", None), ("no graphs", False)):
+            engine = Speculative(target, draft, depth, scale.nodes, graphs=graphs)
+            own, step = (_seconds(one, request, scale.repeats) for one in (engine, Autoregressive(target, graphs)))
+            read = {"draft": draft_bytes(engine, depth), "verify": verify_bytes(engine, scale.nodes)}
+            read["round"] = sum(read.values())
+            found[f"batch {batch}, {name}"] = {
+                **{part: _compare_floor(own[part], needed, rate) for part, needed in read.items()},
+                "commit": {"ms": 1000 * own["commit"]},
+                "plain step": _compare_floor(step["round"], verify_bytes(engine, 1), rate),
+            }
+    return found
 
 
 def extract(scale: Scale, device: str) -> dict[str, Any]:
@@ -102,7 +127,67 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {part.__name__: part for part 
 
 
 def _large_target(scale: Scale, device: str) -> Target:
-    return random_target(scale.target, torch.bfloat16 if device == "cuda" else torch.float32, device)
+    return random_target(
+        llama(*scale.sizes, scale.layers), torch.bfloat16 if device == "cuda" else torch.float32, device
+    )
+
+
+# --- the floor of rounds ---
+
+
+def copy_rate(device: str, size: int = 2**30) -> float:
+    """Bytes per second that the device reads and writes while it copies `size` bytes."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * size / seconds(lambda: target.copy_(source), 9, device)
+
+
+def verify_bytes(engine: Speculative, nodes: int) -> int:
+    """What a verifying forward must read: all weights but the embedding's other rows, keys and values."""
+    target, cache = engine.target, engine.cache
+    embedding = 0 if target.embed_head.tied else target.embed_head.embedding.nbytes
+    weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
+    (store,) = cache.stores.values()
+    return weights + _cached(store, cache.slots.longest + nodes) * target.config.num_hidden_layers
+
+
+def draft_bytes(engine: Speculative, depth: int) -> int:
+    """What `depth` draft steps of single-layer specialists must read.
+
+    At each step layer, head, keys and values; between steps `fc` and the projections.
+    """
+    drafter, draft, total = engine.drafter, engine.drafter.draft, 0
+    projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
+    for k in range(1, depth + 1):
+        layer = draft.layers[draft.config.specialist_at(k)]
+        own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
+        total += own + drafter.embed_head.head.nbytes
+        total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.tree_width)
+        if k < depth:
+            readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
+            total += readers * projected + draft.fc.weight.nbytes
+    return total
+
+
+def _seconds(decoder: Decoder, request: Request, repeats: int) -> dict[str, float]:
+    """Seconds of a round, the median, and of its parts, after the prefill and the rounds that capture graphs."""
+    device = decoder.target.device
+    clock = Clock(device)
+    text = decoder.rounds(request, clock)
+    in_turn({"round": partial(next, text)}, 0, device.type, WARMUP)
+    before = clock.total()
+    times = in_turn({"round": partial(next, text)}, repeats, device.type, warmup=0)["round"]
+    parts = {name: (total - before.get(name, 0)) / repeats for name, total in clock.total().items()}
+    return parts | {"round": median(times)}
+
+
+def _compare_floor(measured: float, read: int, rate: float) -> dict[str, float]:
+    return {"ms": 1000 * measured, "floor_ms": 1000 * read / rate, "over_floor": measured * rate / read}
+
+
+def _cached(store: SlotStore, slots: int) -> int:
+    """Bytes of keys and values of one layer's slots."""
+    return 2 * store.keys[0, 0].nbytes * slots * store.batch
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -113,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = os.environ.get("POSS_DEVICE", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; POSS_DEVICE=cpu runs every line at tiny sizes")
-    scale, facts = FULL if device == "cuda" else TINY, provenance(torch.device(device))
+    scale, facts = Scale() if device == "cuda" else TINY, provenance(torch.device(device))
     work = Work(Path(options.out).with_suffix(".unfinished"))
     work.claim({name: facts[name] for name in ("machine", "device", "git", "versions")})
     for part in options.parts:

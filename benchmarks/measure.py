@@ -1,11 +1,10 @@
 """What the benchmarks share: seconds of works in turn, peaks of tensor memory, and the report of figures."""
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,32 +12,17 @@ from torch.profiler import ProfilerActivity, profile
 
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.files import atomic
+from poss_lightning.machine import timed
 
 Work = Callable[[], object]
-Item = TypeVar("Item")
-
-
-def once(work: Work, device: str = "cpu") -> float:
-    """Seconds of one run, on a GPU that was idle before."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def rotate(items: list[Item], number: int) -> list[Item]:
-    """The items in an order that begins with a different one for each number."""
-    first = number % len(items)
-    return items[first:] + items[:first]
 
 
 def in_turn(works: Mapping[str, Work], times: int, device: str = "cpu", warmup: int = 1) -> dict[str, list[float]]:
     """Seconds of every run of each work, in an order that rotates, after runs that are not counted."""
-    orders = (rotate([*works], number) for number in range(warmup + times))
-    runs = [{name: once(works[name], device) for name in order} for order in orders]
+    names, runs = [*works], []
+    for _ in range(warmup + times):
+        runs.append({name: timed(works[name], device) for name in names})
+        names = [*names[1:], names[0]]
     return {name: [run[name] for run in runs[warmup:]] for name in works}
 
 
@@ -76,14 +60,10 @@ def peak_bytes(work: Work, device: str = "cpu") -> int:
     return peak
 
 
-def compare_steps(steps: Mapping[str, Work], pairs: int, device: str, resident: int = 0) -> dict[str, Any]:
-    """Seconds and peak memory of training steps: of ours, the first, and of what it is compared with.
-
-    Args:
-        resident: bytes that are there all the time, which count to every peak.
-    """
+def compare_steps(steps: Mapping[str, Work], pairs: int, device: str) -> dict[str, Any]:
+    """Seconds and `peak_bytes` of training steps: of ours, the first, and of what it is compared with."""
     times = in_turn(steps, pairs, device)
-    peaks = {name: resident + peak_bytes(step, device) for name, step in steps.items()}
+    peaks = {name: peak_bytes(step, device) for name, step in steps.items()}
     ours, *others = steps
     found: dict[str, Any] = {
         "seconds": {name: median(own) for name, own in times.items()},
@@ -97,6 +77,12 @@ def compare_steps(steps: Mapping[str, Work], pairs: int, device: str, resident: 
 
 
 # --- reports ---
+
+
+def report(figures: Mapping[str, Any], out: str, device: torch.device | str) -> None:
+    """Print figures, and write them."""
+    show(figures)
+    write(out, figures, device)
 
 
 def write(out: str | Path, figures: Mapping[str, Any], device: torch.device | str) -> None:

@@ -16,51 +16,39 @@ from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
-from benchmarks.measure import compare_steps, show, write
-from benchmarks.random_target import random_spec
-from benchmarks.train import LLAMA_3_8B, SMOLLM2
-from poss_lightning.draft.attention import Packing
+from benchmarks.measure import compare_steps, report
+from benchmarks.random_target import llama
+from benchmarks.train import LLAMA_3_8B, SMOLLM2, Problem, largest_difference
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
+from poss_lightning.target.describe import spec_of
 from poss_lightning.target.spec import EmbedHead
 
-LAYERS = 30  # of the target, of which three are read
-BOTH = ("ours", "theirs")
+DEPTH, VOCABULARY = 6, 32000
 
 
-class Problem:
-    """Random float32 weights, in our draft and in theirs, and one row of `slots` slots that all count."""
+class Pair(Problem):
+    """The same weights in our draft and in theirs, and one row of `slots` slots that all count."""
 
-    def __init__(
-        self, sizes: tuple[int, ...], slots: int, depth: int, vocabulary: int, device: str, dtype: torch.dtype
-    ):
-        torch.manual_seed(0)
-        self.depth, self.device, self.dtype = depth, device, dtype
-        spec = random_spec(*sizes, layers=LAYERS)
-        width, total = spec.hidden_size, spec.vocab_size
+    def __init__(self, sizes: tuple[int, ...], slots: int, vocabulary: int, device: str, dtype: str):
         kind = {"kind": "eagle3", "detach": False, "vocabulary_size": vocabulary}
+        spec = spec_of(llama(*sizes), "random")
+        config = DraftConfig(target=spec, allocation=(DEPTH,), depth=DEPTH, **kind)
+        super().__init__(config, slots, device, getattr(torch, dtype))
         with torch.device(device):
-            self.draft = Specialists(
-                DraftConfig(target=spec, allocation=(depth,), depth=depth, **kind), torch.arange(vocabulary)
-            )
-            head = EmbedHead(torch.randn(total, width) * 0.1, torch.randn(total, width) * 0.1)
-            self.embed_head = head.restrict(self.draft.vocabulary)
-            self.draft.init_head(self.embed_head)
-            self.counts = torch.full((1, slots), depth)
-            self.counts[0, :depth] = torch.arange(1, depth + 1)  # a pass counts from its own slot on
-            hidden = torch.randn(1, slots, width)
             self.tokens = torch.randint(vocabulary, (1, slots))
-            self.inputs = torch.randn(1, slots, 3 * width).to(dtype)
-            self.features = nn.functional.rms_norm(hidden, (width,), eps=spec.norm_eps).to(dtype)
-            self.hidden = hidden.to(dtype)  # before the target's final norm: theirs norms it again
-            self.packing = Packing.one_per_row(1, slots, torch.device(device))
-            self.peer = make_peer(self.draft, head, torch.ones(width), slots).to(device)
+            head = EmbedHead((torch.randn(self.head.shape) * 0.1).to(self.dtype), self.head)
+            self.embedded, self.embed_head = head.embed(self.tokens), head.restrict(self.draft.vocabulary)
+            self.draft.init_head(self.embed_head)
+            self.peer = make_peer(self.draft, head, torch.ones(spec.hidden_size), sizes).to(device)
+        self.hidden = self.features  # before the target's final norm: theirs norms it again
+        normed = nn.functional.rms_norm(self.hidden.float(), (spec.hidden_size,), eps=spec.norm_eps)
+        self.features = normed.to(self.dtype)
         self.draft.lm_head.requires_grad_(self.peer.lm_head.weight.requires_grad)
         self.optimizers = {
             name: torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.0)
@@ -70,14 +58,13 @@ class Problem:
 
     def ours(self) -> Tensor:
         """Cross-entropy to the target: the divergence, up to a constant."""
-        embedded = self.embed_head.embed(self.tokens).to(self.dtype)
-        predictions = self.draft(embedded, self.inputs, self.depth, self.packing)
+        predictions = self.draft(self.embedded, self.inputs, self.depth, self.packing)
         passes = torch.arange(1, self.depth + 1, device=self.device)[:, None]
         losses = pass_losses(
             [self.draft.head_input(each) for each in predictions],
             self.features,
             self.counts,
-            self.embed_head.head.to(self.dtype),
+            self.embed_head.head,
             weights={"token": 1.0},
             draft_head=self.draft.lm_head.weight,
             pass_weights=1 / (self.counts >= passes).sum(1).clamp(min=1),
@@ -96,47 +83,23 @@ class Problem:
         )
         return loss
 
-    def step(self, name: str) -> None:
-        """A step of `ours` or `theirs`."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            loss = self.ours() if name == "ours" else self.theirs()
-        self.optimizers[name].zero_grad()
-        loss.backward()
-        self.optimizers[name].step()
-
-    def gradient_differences(self) -> dict[str, float]:
-        """The relative difference of each parameter's gradients, after a step of both."""
-        names, peer = LAYOUTS["speculators"].number_names(self.draft.config), dict(self.peer.named_parameters())
-        for name in BOTH:
+    def gradient_difference(self) -> float:
+        """The largest relative difference of a parameter's gradients, after a step of both."""
+        for name in self.optimizers:
             self.step(name)
-        pairs = {
-            name: (parameter.grad, peer[names[name]].grad)
-            for name, parameter in self.draft.named_parameters()
-            if parameter.grad is not None
-        }
-        return {name: float((ours - theirs).norm() / theirs.norm()) for name, (ours, theirs) in pairs.items()}
+        names, theirs = LAYOUTS["speculators"].number_names(self.draft.config), dict(self.peer.named_parameters())
+        learnt = [(name, own) for name, own in self.draft.named_parameters() if own.requires_grad]
+        return largest_difference((own.grad, theirs[names[name]].grad) for name, own in learnt)
 
 
-def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, slots: int) -> Eagle3DraftModel:
+def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, sizes: tuple[int, ...]) -> Eagle3DraftModel:
     """The model of speculators with a draft's weights, and a target's embedding, head and final norm (D,)."""
-    spec, size = draft.config.target, draft.config.vocabulary_size
-    layer = LlamaConfig(
-        hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        head_dim=spec.head_dim,
-        num_hidden_layers=1,
-        vocab_size=spec.vocab_size,
-        max_position_embeddings=max(spec.context, slots + 64),
-        rms_norm_eps=spec.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
-    )
+    layer = llama(*sizes, layers=1)
     if head.embedding.device.type == "cpu":
         layer._attn_implementation = "eager"
     config = Eagle3SpeculatorConfig(
         transformer_layer_config=layer,
-        draft_vocab_size=size,
+        draft_vocab_size=draft.config.vocabulary_size,
         norm_before_residual=False,
         eagle_aux_hidden_state_layer_ids=list(draft.config.layers),
         speculators_config=SpeculatorsConfig(
@@ -161,24 +124,21 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", help="auto is what this machine multiplies fastest")
     parser.add_argument("--slots", type=int, default=2048)
-    parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--pairs", type=int, default=3)
     given = parser.parse_args()
     sizes = SMOLLM2 if given.device == "cpu" else LLAMA_3_8B
     dtype = choose_dtype(given.dtype, given.device)
-    differences = Problem(sizes, 256, given.depth, 1000, given.device, torch.float32).gradient_differences()
-    problem = Problem(sizes, given.slots, given.depth, given.vocabulary, given.device, getattr(torch, dtype))
-    steps = {name: partial(problem.step, name) for name in BOTH}
+    difference = Pair(sizes, 256, 1000, given.device, "float32").gradient_difference()
+    pair = Pair(sizes, given.slots, VOCABULARY, given.device, dtype)
+    steps = {name: partial(pair.step, name) for name in pair.optimizers}
     results = {
         "speculators": version("speculators"),
         "dtype": dtype,
-        **{name: getattr(given, name) for name in ("slots", "depth", "vocabulary")},
-        "largest_relative_gradient_difference": max(differences.values()),
+        **{"slots": given.slots, "depth": DEPTH, "vocabulary": VOCABULARY},
+        "largest_relative_gradient_difference": difference,
         **compare_steps(steps, given.pairs, given.device),  # memory beyond weights and optimizer
     }
-    show(results)
-    write("runs/bench/peers.json", results, given.device)
+    report(results, "runs/bench/peers.json", given.device)
 
 
 if __name__ == "__main__":

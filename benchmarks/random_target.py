@@ -5,31 +5,29 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import TargetSpec
 from tests.support.tiny import tiny_tokenizer
 
 
-def random_spec(
-    width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, *, layers: int = 32
-) -> TargetSpec:
-    """A target of these sizes."""
-    return TargetSpec(
-        name="made up",
+def llama(
+    width: int, inner: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int, layers: int = 32
+) -> LlamaConfig:
+    """The config of a Llama of these sizes."""
+    return LlamaConfig(
         hidden_size=width,
         intermediate_size=inner,
-        heads=heads,
-        kv_heads=kv_heads,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=vocabulary,
-        context=8192,
-        rope_theta=1e5,
-        norm_eps=1e-5,
-        layers=layers,
+        num_hidden_layers=layers,
+        max_position_embeddings=8192,
+        bos_token_id=None,
+        eos_token_id=None,
     )
 
 
 def random_target(config: LlamaConfig, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Target:
-    """A Llama of these sizes with the tests' tokenizer, of at most 320 tokens."""
+    """A Llama of this config with the tests' tokenizer, of at most 320 tokens."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -11,29 +11,145 @@ draft is served as a chain of its depth in OURS. What follows `--` goes to `vllm
 """
 
 import argparse
+import http.client
 import json
+import os
+import re
+import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import write
-from benchmarks.vllm_server import VLLM, ServedAnswer, Server
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.files import atomic
 from poss_lightning.interop.convert import convert
+from poss_lightning.interop.layouts import METHODS
 from poss_lightning.machine import choose_device
 from poss_lightning.target.model import Target
 
-Program = tuple[str, ...]
+# not `vllm serve`, which needs a package named vllm: the one for CPUs has a different name
+VLLM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
+HOST = "127.0.0.1"
+START, ANSWER, END = 900, 900, 30  # seconds to start, to answer, and to end by itself
 SLACK = 64  # vLLM drafts nothing that might exceed the longest text
-METHODS = {"eagle2": "eagle", "eagle3": "eagle3"}  # vLLM's names of our kinds
+
+
+class ServedAnswer(NamedTuple):
+    """A greedy answer."""
+
+    tokens: list[int]  # new ones, a stop token included
+    text: str
+    accepted: list[int]  # drafted tokens that each round accepted, as a `Record` counts them; empty without a draft
+    seconds: float  # from the request to the answer
+
+
+Served = dict[str, tuple[float, list[ServedAnswer]]]  # by method, seconds from the first request to the last answer
+
+
+class Server:
+    """A server in a process group of its own, which ends with the context.
+
+    Args:
+        arguments: the target, and options of `vllm serve`; the option that reports accepted tokens is added.
+        log: file for its output.
+        program: what is started.
+
+    Raises:
+        ValueError: it ended before it answered, or does not answer in time; the message has the last error of its log.
+    """
+
+    def __init__(self, arguments: Sequence[str], log: Path, program: Sequence[str] = VLLM):
+        self.log = log
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            self.port = free.getsockname()[1]
+        counting = ["--per-request-spec-decode-metrics", "detailed"] if "--speculative-config" in arguments else []
+        self._command = [*program, *arguments, "--host", HOST, "--port", str(self.port), *counting]
+
+    def __enter__(self) -> "Server":
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            self._wait()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def version(self) -> str:
+        """vLLM's version."""
+        return self._request("GET", "/version")["version"]
+
+    def answer(self, prompt: list[int], max_new_tokens: int, stops: Sequence[int]) -> ServedAnswer:
+        """The greedy answer to a prompt, up to and including its first stop token."""
+        asked = {"prompt": prompt, "max_tokens": max_new_tokens, "stop_token_ids": list(stops)}
+        began = time.perf_counter()
+        given = self._request("POST", "/v1/completions", asked | {"temperature": 0, "return_token_ids": True})
+        seconds = time.perf_counter() - began
+        (choice,), metrics = given["choices"], given.get("metrics") or {}
+        accepted = (metrics.get("speculative_decoding") or {}).get("per_step_accepted") or []
+        tokens = choice["token_ids"]
+        return ServedAnswer(
+            tokens, choice["text"], count_accepted(accepted, len(tokens), choice["finish_reason"] == "stop"), seconds
+        )
+
+    def _wait(self) -> None:
+        began = time.monotonic()
+        while True:
+            if self._process.poll() is not None or time.monotonic() - began > START:
+                lines = [line.strip() for line in self.log.read_text(errors="replace").split("\n")]
+                errors = [line for line in lines if re.search("[Ee]rror[:,] ", line)]
+                how = "does not answer" if self._process.poll() is None else "ended"
+                raise ValueError(f"the server {how}, see {self.log}" + "".join(f": {line}" for line in errors[-1:]))
+            try:
+                return self._request("GET", "/health")
+            except ConnectionError:
+                time.sleep(0.5)
+
+    def _request(self, method: str, path: str, content: Any = None) -> Any:
+        """The answer's JSON, None where it is empty; no proxy is used."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=ANSWER)
+        body = None if content is None else json.dumps(content)
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read().decode(errors="replace")
+        connection.close()
+        if response.status != 200:
+            raise ValueError(f"the server answers {path} with {response.status} ({self.log}): {text[:200]}")
+        return json.loads(text) if text else None
+
+    def _end(self) -> None:
+        """End the server and its workers."""
+        for how, seconds in ((signal.SIGTERM, END), (signal.SIGKILL, None)):
+            try:
+                os.killpg(self._process.pid, how)
+                self._process.wait(seconds)
+            except ProcessLookupError:
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def count_accepted(accepted: list[int], new_tokens: int, stopped: bool) -> list[int]:
+    """vLLM's counts as a `Record` has them: none after a stop token, which takes the place of its round's bonus."""
+    if not stopped or not accepted:
+        return accepted
+    return [*accepted[:-1], new_tokens - 2 - sum(count + 1 for count in accepted[:-1])]
 
 
 class Prompt(NamedTuple):
@@ -42,17 +158,18 @@ class Prompt(NamedTuple):
     tokens: list[int]
     plain: Record
 
-
-class Measured(NamedTuple):
-    """All prompts at one load."""
-
-    answers: list[ServedAnswer]
-    seconds: float  # from the first request to the last answer
-
-
-def config_of(source: Source) -> dict[str, Any]:
-    """Settings of a benchmark."""
-    return (source.run or {})["config"]
+    def record(self, method: str, answer: ServedAnswer) -> Record:
+        """The record of a served answer."""
+        return replace(
+            self.plain,
+            method=method,
+            new_tokens=len(answer.tokens),
+            accepted=answer.accepted,
+            seconds={"total": round(answer.seconds, 6)},
+            tokens=answer.tokens,
+            text=answer.text,
+            pieces=None,
+        )
 
 
 def prompts_of(source: Source, target: Target) -> list[Prompt]:
@@ -61,7 +178,7 @@ def prompts_of(source: Source, target: Target) -> list[Prompt]:
     Raises:
         ValueError: the suites have changed since.
     """
-    config = config_of(source)
+    config = (source.run or {})["config"]
     questions = {(each.suite, each.id): each for each in read_suites(config["suites"], config["limit"])}
     plain = {
         (record.suite, record.id, record.turn): record
@@ -81,30 +198,6 @@ def prompts_of(source: Source, target: Target) -> list[Prompt]:
     return prompts
 
 
-def measure(server: Server, prompts: list[Prompt], load: int, max_new_tokens: int, stops: list[int]) -> Measured:
-    """Ask for all answers, `load` at a time, in order."""
-    with ThreadPoolExecutor(load) as threads:
-        began = time.perf_counter()
-        answers = list(threads.map(lambda prompt: server.answer(prompt.tokens, max_new_tokens, stops), prompts))
-        return Measured(answers, time.perf_counter() - began)
-
-
-def records_of(method: str, prompts: list[Prompt], answers: list[ServedAnswer]) -> list[Record]:
-    return [
-        replace(
-            prompt.plain,
-            method=method,
-            new_tokens=len(answer.tokens),
-            accepted=answer.accepted,
-            seconds={"total": round(answer.seconds, 6)},
-            tokens=answer.tokens,
-            text=answer.text,
-            pieces=None,
-        )
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-
-
 def serve_draft(name: str, run: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Arguments with which vLLM drafts like a method of a benchmark's run.json, and the method's facts."""
     address, depth = run["config"]["drafts"][name], run["methods"][name]["depth"]
@@ -115,44 +208,25 @@ def serve_draft(name: str, run: dict[str, Any], folder: Path) -> tuple[list[str]
     return ["--speculative-config", json.dumps(speculation)], facts
 
 
-def serve(
-    source: Source,
-    prompts: list[Prompt],
-    target: Target,
-    out: Path,
-    loads: list[int],
-    extra: list[str],
-    program: Program,
-) -> tuple[str, dict[str, dict[str, Any]], dict[int, dict[str, Measured]]]:
-    """Start a server for each method in turn; return its version, the methods' facts, and what was measured by load."""
-    run, config = source.run or {}, config_of(source)
-    limit, stops = config["max_new_tokens"], sorted(target.chat.stops)
-    longest = max(len(prompt.tokens) for prompt in prompts) + limit + SLACK
-    common = [target.model.name_or_path, "--dtype", config["dtype"], "--max-model-len", str(longest)]
-    common += ["--no-enable-prefix-caching", "--generation-config", "vllm", *extra]
-    measured: dict[int, dict[str, Measured]] = {load: {} for load in loads}
-    version = ""
-    with tempfile.TemporaryDirectory(prefix="poss-serve-") as folder:
-        methods: dict[str, tuple[list[str], dict[str, Any]]] = {"vllm": ([], {})}
-        for name in config["drafts"] or {}:
-            methods[f"vllm-{name}"] = serve_draft(name, run, Path(folder))
-        for method, (speculation, _) in methods.items():
-            with Server([*common, *speculation], out / f"{method}.log", program) as server:
-                version = server.version()
-                server.answer(prompts[0].tokens, min(limit, 16), stops)  # warms it up
-                for load in loads:
-                    measured[load][method] = measure(server, prompts, load, limit, stops)
-    return version, {method: facts for method, (_, facts) in methods.items()}, measured
-
-
-def show(load: int, by_method: dict[str, Measured], prompts: list[Prompt]) -> None:
-    for name, (answers, seconds) in by_method.items():
-        rate = sum(len(answer.tokens) for answer in answers) / seconds
-        same = sum(answer.tokens == prompt.plain.tokens for answer, prompt in zip(answers, prompts, strict=True))
+def write_load(out: Path, facts: dict[str, Any], served: Served, prompts: list[Prompt]) -> None:
+    """Write records and run.json of one load, and print a line for each method."""
+    sums = {name: sum(len(answer.tokens) for answer in answers) for name, (_, answers) in served.items()}
+    lines = []
+    for name, (seconds, answers) in served.items():
+        records = [prompt.record(name, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        lines += [f"{to_line(record)}\n" for record in records]
+        same = sum(record.tokens == prompt.plain.tokens for record, prompt in zip(records, prompts, strict=True))
+        rate, load = sums[name] / seconds, facts["config"]["load"]
         print(f"load {load:>2}  {name:<16} {rate:7.1f} tokens/s, {same} of {len(prompts)} answers as our own loop's")
+    out.mkdir(parents=True, exist_ok=True)
+    totals = {name: {"seconds": round(seconds, 3), "tokens": sums[name]} for name, (seconds, _) in served.items()}
+    # vLLM's device; the target here gives its template alone
+    write(out / "run.json", facts | {"served": totals}, choose_device())
+    with atomic(out / "records.jsonl") as path:
+        path.write_text("".join(lines), encoding="utf-8")
 
 
-def main(arguments: list[str], program: Program = VLLM) -> None:
+def main(arguments: list[str], program: tuple[str, ...] = VLLM) -> None:
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(prog="benchmarks.serve")
     parser.add_argument("ours", type=Path, help="folder of `poss benchmark`")
@@ -160,29 +234,32 @@ def main(arguments: list[str], program: Program = VLLM) -> None:
     parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16], help="requests at a time")
     options, extra = parser.parse_args(arguments[:split]), arguments[split + 1 :]
     (source,) = read_sources(options.ours)
-    config = config_of(source)
+    run: dict[str, Any] = source.run or {}
+    config, version = run["config"], ""
     target = Target.load(config["target"], config["dtype"], "cpu")  # for its chat template; the server has its own
-    prompts = prompts_of(source, target)
+    prompts, limit, stops = prompts_of(source, target), config["max_new_tokens"], sorted(target.chat.stops)
+    longest = max(len(prompt.tokens) for prompt in prompts) + limit + SLACK
+    common = [target.model.name_or_path, "--dtype", config["dtype"], "--max-model-len", str(longest)]
+    common += ["--no-enable-prefix-caching", "--generation-config", "vllm", *extra]
     options.out.mkdir(parents=True, exist_ok=True)
-    version, methods, measured = serve(source, prompts, target, options.out, options.loads, extra, program)
-    for load, by_method in measured.items():
-        folder = options.out / f"load-{load}"
-        served = {
-            name: {"seconds": round(seconds, 3), "tokens": sum(len(answer.tokens) for answer in answers)}
-            for name, (answers, seconds) in by_method.items()
-        }
-        facts = {
-            "command": ["benchmarks.serve", *arguments],
-            "config": config | {"engine": f"vLLM {version}", "load": load},
-            "methods": methods,
-            "served": served,
-        }
-        records = [each for name, (answers, _) in by_method.items() for each in records_of(name, prompts, answers)]
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "run.json", facts, choose_device())  # vLLM's device; the target here gives its template alone
-        with atomic(folder / "records.jsonl") as path:
-            path.write_text("".join(f"{to_line(record)}\n" for record in records), encoding="utf-8")
-        show(load, by_method, prompts)
+    by_load: dict[int, Served] = {load: {} for load in options.loads}
+    with tempfile.TemporaryDirectory(prefix="poss-serve-") as folder:
+        drafts = {f"vllm-{name}": serve_draft(name, run, Path(folder)) for name in config["drafts"] or {}}
+        methods: dict[str, tuple[list[str], dict[str, Any]]] = {"vllm": ([], {}), **drafts}
+        for method, (speculation, _) in methods.items():
+            with Server([*common, *speculation], options.out / f"{method}.log", program) as server:
+                version, ask = server.version(), partial(server.answer, max_new_tokens=limit, stops=stops)
+                server.answer(prompts[0].tokens, min(limit, 16), stops)  # warms it up
+                for load, served in by_load.items():
+                    with ThreadPoolExecutor(load) as threads:
+                        began = time.perf_counter()
+                        answers = list(threads.map(ask, (prompt.tokens for prompt in prompts)))
+                        served[method] = time.perf_counter() - began, answers
+    described = {name: facts for name, (_, facts) in methods.items()}
+    for load, served in by_load.items():
+        facts = {"command": ["benchmarks.serve", *arguments], "methods": described}
+        facts["config"] = config | {"engine": f"vLLM {version}", "load": load}
+        write_load(options.out / f"load-{load}", facts, served, prompts)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,14 @@
-"""Random commands, random decoding and killed commands, until the time is over: `python -m benchmarks.soak`.
+"""Random prompts, batches, sampling, trees and drafts, compared with plain decoding: `python -m benchmarks.soak`.
 
-Decoding: random prompts, batches, sampling, trees and drafts, compared with plain decoding. Every case follows from its
-seed, so `python -m benchmarks.soak --part decoding --seed N` begins with the case that failed (trees of the kind `auto`
-also depend on the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding alone
-decides between two: such texts are counted, and compared up to there. Memory must not grow.
+Every case follows from its seed, so `--seed N` begins with the case that failed (trees of the kind `auto` also depend
+on the clock). In float32 every token must be plain decoding's, greedy or drawn, unless rounding alone decides between
+two: such texts are counted, and compared up to there. Memory must not grow.
 """
 
 import argparse
 import ctypes
 import gc
 import os
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -176,55 +174,16 @@ def resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# --- parts: each says what is wrong, if anything ---
-
-
-def fuzz(minutes: float, seed: int) -> str | None:
-    """Random command lines and corpora, ten of each per minute."""
-    return _run("pytest", "-q", "tests/test_fuzz.py", POSS_FUZZ=str(round(10 * minutes)))
-
-
-def faults(minutes: float, seed: int) -> str | None:
-    """Commands that are killed and resume, in a process of its own, which they are forked from."""
-    return _run("benchmarks.faults", "--minutes", str(minutes), "--seed", str(seed))
-
-
-def _run(*command: str, **environment: str) -> str | None:
-    done = subprocess.run([sys.executable, "-m", *command], env=os.environ | environment, check=False)
-    return f"see the output of {' '.join(command)} above" if done.returncode else None
-
-
-def decoding(minutes: float, seed: int) -> str | None:
-    """Random cases compared with plain decoding."""
-    try:
-        embedded = Target.load("embedded", "float32", "cpu")
-    except FileNotFoundError as error:
-        print(f"without the embedded target: {error}")
-        embedded = None
-    try:
-        found = soak(minutes, seed, embedded)
-    except Mismatch as error:
-        return str(error)
-    for name, value in found.items():
-        print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
-    grew = f"memory grew by {found['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed"
-    return grew if found["growth"] > GROWTH else None
-
-
-PARTS = {"fuzz": fuzz, "decoding": decoding, "faults": faults}
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=30, help="for all parts together")
-    parser.add_argument("--seed", type=int, default=0, help="the first case of decoding, and the order of faults")
-    parser.add_argument("--part", choices=PARTS, help="only this one")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="the first case")
     options = parser.parse_args(arguments)
-    parts = [options.part] if options.part else list(PARTS)
-    problems = {name: PARTS[name](options.minutes / len(parts), options.seed) for name in parts}
-    print(*(f"  {name:<9} {problem or 'nothing wrong'}" for name, problem in problems.items()), sep="\n")
-    if any(problems.values()):
-        sys.exit(1)
+    found = soak(options.minutes, options.seed, Target.load("embedded", "float32", "cpu"))
+    for name, value in found.items():
+        print(f"  {name:<18} {value:,.4g}" if isinstance(value, float) else f"  {name:<18} {value:,}")
+    if found["growth"] > GROWTH:
+        sys.exit(f"memory grew by {found['growth']:.1%} after the first fifth; {GROWTH:.0%} are allowed")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ runs/bench/train.json.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,69 +14,70 @@ import torch
 from torch import Tensor
 
 from benchmarks import published
-from benchmarks.measure import compare_steps, seconds, show, write
-from benchmarks.random_target import random_spec
+from benchmarks.measure import compare_steps, report, seconds
+from benchmarks.random_target import llama
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
+from poss_lightning.target.describe import spec_of
 from poss_lightning.training.flops import step_flops
 
-DEPTH, ALLOCATION, PAIRS = 6, (3, 3), 5
-SIZES = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocabulary")
+ALLOCATION, PAIRS = (3, 3), 5
+# hidden, intermediate, heads, kv heads, head_dim, vocabulary
 SMOLLM2 = (576, 1536, 9, 3, 64, 49152)
 LLAMA_3_8B = (4096, 14336, 32, 8, 128, 128256)
 
 
 class Problem:
-    """Random float32 weights and one packed row of `slots` slots that all count; products are in `dtype`."""
+    """A draft with random float32 weights, and one row of `slots` slots that all count; products are in `dtype`."""
 
-    def __init__(self, sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype):
+    def __init__(self, config: DraftConfig, slots: int, device: str, dtype: torch.dtype):
         torch.manual_seed(0)
-        spec = random_spec(*sizes)
-        width, vocabulary = spec.hidden_size, spec.vocab_size
+        self.device, self.dtype, self.depth = device, dtype, config.depth
+        size, width = config.vocabulary_size, config.target.hidden_size
         with torch.device(device):
-            self.draft = Specialists(DraftConfig(target=spec, allocation=ALLOCATION, depth=DEPTH))
-            self.head = (torch.randn(vocabulary, width) * 0.1).to(dtype)
-            self.embedded, self.inputs, self.features = torch.randn(3, 1, slots, width).to(dtype)
-            self.counts = torch.full((1, slots), DEPTH)
-            self.counts[0, :DEPTH] = torch.arange(1, DEPTH + 1)  # a pass counts from its own slot on
+            self.draft = Specialists(config, None if size is None else torch.arange(size))
+            self.head = (torch.randn(config.target.vocab_size, width) * 0.1).to(dtype)
+            self.embedded, self.features = torch.randn(2, 1, slots, width).to(dtype)
+            self.inputs = torch.randn(1, slots, max(1, len(config.layers)) * width).to(dtype)
+            self.counts = torch.arange(1, slots + 1).clamp(max=self.depth)[None]  # a pass counts from its own slot on
             self.packing = Packing.one_per_row(1, slots, torch.device(device))
-        self.device, self.mixed, self.slots = device, dtype == torch.bfloat16, slots
-        self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=0.0)
+        self.optimizers = dict.fromkeys(("ours", "twin"), torch.optim.AdamW(self.draft.parameters(), lr=0.0))
 
     def ours(self) -> Tensor:
-        predictions = self.draft(self.embedded, self.inputs, DEPTH, self.packing)
-        return pass_losses(predictions, self.features, self.counts, self.head, find_top=False).total
+        predictions = self.draft(self.embedded, self.inputs, self.depth, self.packing)
+        total = pass_losses(predictions, self.features, self.counts, self.head, find_top=False).total
+        return total / self.counts.shape[1]
 
     def twin(self) -> Tensor:
         given = self.embedded, self.inputs, self.features, self.counts
-        return torch.stack(published.step(self.draft, self.head, *given)).sum()
+        return torch.stack(published.step(self.draft, self.head, *given)).sum() / self.counts.shape[1]
 
-    def step(self, loss_of: Callable[[], Tensor]) -> None:
-        """In Lightning's order: the forward, then old gradients are freed."""
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.mixed):
-            loss = loss_of() / self.slots
-        self.optimizer.zero_grad()
+    def step(self, name: str) -> None:
+        """A step of the loss of that name, in Lightning's order: the forward, then old gradients are freed."""
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            loss = getattr(self, name)()
+        self.optimizers[name].zero_grad()
         loss.backward()
-        self.optimizer.step()
+        self.optimizers[name].step()
 
-    def resident(self) -> int:
-        """Bytes of weights, gradients, optimizer state, head and batch, which are there all the time."""
-        self.step(self.ours)
-        state = [x for one in self.optimizer.state.values() for x in one.values()]
-        kept = [self.head, self.embedded, self.inputs, self.features, self.counts, *self.draft.parameters(), *state]
-        return sum(x.nbytes for x in kept + [p.grad for p in self.draft.parameters()])
+    def gradient_difference(self) -> float:
+        """The largest relative difference of a parameter's gradient from the twin's."""
+        found = []
+        for name in ("ours", "twin"):
+            self.step(name)
+            found.append([p.grad for p in self.draft.parameters()])
+        return largest_difference(zip(*found, strict=True))
 
 
-def difference(sizes: tuple[int, ...], device: str, slots: int = 512) -> float:
-    """Largest relative difference of the loss, or of a parameter's gradient, from the twin's, in float32."""
-    problem, found = Problem(sizes, slots, device, torch.float32), []
-    for loss_of in (problem.ours, problem.twin):
-        problem.optimizer.zero_grad()
-        (loss := loss_of()).backward()
-        found.append([loss.detach()] + [p.grad.clone() for p in problem.draft.parameters()])
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+def largest_difference(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The largest distance of two tensors relative to the length of the second."""
+    return max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+
+
+def make_config(sizes: tuple[int, ...]) -> DraftConfig:
+    return DraftConfig(target=spec_of(llama(*sizes), "random"), allocation=ALLOCATION, depth=sum(ALLOCATION))
 
 
 def matmul_rate(device: str, size: int, dtype: torch.dtype) -> float:
@@ -90,21 +91,20 @@ def figures(sizes: tuple[int, ...], slots: int, device: str, dtype: torch.dtype)
 
     Where the twin does not fit the device's memory, there are no figures of it.
     """
-    problem = Problem(sizes, slots, device, dtype)
-    steps = {"ours": partial(problem.step, problem.ours), "twin": partial(problem.step, problem.twin)}
+    problem = Problem(make_config(sizes), slots, device, dtype)
+    steps = {name: partial(problem.step, name) for name in problem.optimizers}
     try:
         steps["twin"]()
     except torch.OutOfMemoryError:
         del steps["twin"]
-        problem.optimizer.zero_grad()
+        problem.draft.zero_grad()
         torch.cuda.empty_cache()
-    compared = compare_steps(steps, PAIRS, device, problem.resident())
+    compared = compare_steps(steps, PAIRS, device)
     flops = step_flops(problem.draft.config, vocabulary=sizes[-1], tokens=slots, slots=slots, context=(slots + 1) / 2)
     rate, speed = matmul_rate(device, 2048 if device == "cpu" else 8192, dtype), slots / compared["seconds"]["ours"]
     return {
-        "sizes": dict(zip(SIZES, sizes, strict=True)),
+        "sizes": sizes,
         "slots": slots,
-        "depth": DEPTH,
         "allocation": ALLOCATION,
         **compared,
         "slots_per_second": speed,
@@ -120,10 +120,10 @@ def main() -> None:
     options = parser.parse_args()
     device, sizes = options.device, SMOLLM2 if options.device == "cpu" else LLAMA_3_8B
     dtype = choose_dtype("auto", device)
-    results = {"dtype": dtype, "max_relative_gradient_difference": difference(sizes, device)}
+    difference = Problem(make_config(sizes), 512, device, torch.float32).gradient_difference()
+    results = {"dtype": dtype, "max_relative_gradient_difference": difference}
     results |= figures(sizes, options.slots, device, getattr(torch, dtype))
-    show(results)
-    write("runs/bench/train.json", results, device)
+    report(results, "runs/bench/train.json", device)
 
 
 if __name__ == "__main__":

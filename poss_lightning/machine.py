@@ -128,11 +128,12 @@ def best_seconds(
     runs: list[dict[Key, float]] = []
     began = time.perf_counter()
     while len(runs) < 2 or (len(runs) <= repeats and time.perf_counter() - began < enough):
-        runs.append({name: _seconds(work, device) for name, work in works.items()})
+        runs.append({name: timed(work, device) for name, work in works.items()})
     return {name: min(run[name] for run in runs[1:]) for name in works}
 
 
-def _seconds(work: Callable[[], object], device: str | torch.device) -> float:
+def timed(work: Callable[[], object], device: str | torch.device = "cpu") -> float:
+    """Seconds of one run of a work, on a device that was idle before."""
     synchronize(device)
     start = time.perf_counter()
     work()

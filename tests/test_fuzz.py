@@ -1,6 +1,6 @@
 """Any options and any corpus end in a result or in one line: no traceback, no file left behind, within seconds.
 
-Here a few, the same in every run; `python -m benchmarks.soak` runs new ones.
+Here a few, the same in every run; POSS_FUZZ=100 runs as many new ones.
 """
 
 import os

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.random_target import random_draft
+from poss_lightning.clock import Clock
+from poss_lightning.decoding.decoder import Request
+from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from tests.support.tiny import tiny_draft, tiny_target
 
@@ -54,3 +58,17 @@ def test_without_a_gpu_one_line_says_what_to_do(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         gpu.main([])
     assert "POSS_DEVICE=cpu" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_floors_are_the_bytes_that_must_be_read():
+    """D 32, MLP 48, 4 heads and 2 of keys, of 8 each, 320 tokens, 2 layers; float32."""
+    target = tiny_target()
+    engine = Speculative(target, random_draft(target, (1, 2)), 3, 20)
+    next(engine.rounds(Request([[5] * 10], 8, frozenset()), Clock(target.device)))
+    mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 320 * 32  # projecting keys: 32 * slot
+    layer = mlp + attention + 32 * slot + 2 * 32  # two norms
+    assert gpu.verify_bytes(engine, 20) == 4 * (2 * layer + 32 + head + 2 * slot * (10 + 20))
+    own = mlp + attention + 32  # without the projections of keys, and with one norm
+    join = 2 * 32 * 32 + 32 * slot  # of a slot that the second specialist will read
+    assert gpu.draft_bytes(engine, 1) == 4 * (own + head + slot * 10)
+    assert gpu.draft_bytes(engine, 3) == 4 * (3 * (own + head) + 2 * join + slot * (10 + 20 + 30))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve
-from benchmarks.vllm_server import Server, count_accepted
+from benchmarks.serve import Server, count_accepted
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.reports.compare import compare
