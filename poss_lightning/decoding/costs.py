@@ -39,6 +39,11 @@ class Costs(NamedTuple):
         verify = {int(n): seconds for n, seconds in stored["verify"].items()}
         return cls(stored["draft_step"], verify, stored.get("steps", EACH))
 
+    def least(self, other: "Costs") -> "Costs":
+        """The least of two measurements of the same sizes, as noise only adds time."""
+        verify = {n: min(seconds, other.verify[n]) for n, seconds in self.verify.items()}
+        return Costs(min(self.draft_step, other.draft_step), verify, self.steps)
+
     def draft_seconds(self, depth: int) -> float:
         """Seconds of drafting to this depth."""
         return min(depth, self.steps) * self.draft_step

@@ -35,7 +35,7 @@ class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
     An object decodes one batch at a time. `tree: auto` measures once per size of batch and doubling of the texts'
-    length; those seconds are reported as `measure` and not in the total, as they are paid once.
+    length, and once more where drafting then did not pay; those seconds are reported as `measure` and not in the total.
 
     Args:
         target: the frozen model.
@@ -82,6 +82,7 @@ class Speculative(Decoder):
         self.nodes = min(nodes, self.drafter.candidates)
         # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
         self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
+        self.confirmed: set[tuple[int, int, tuple[bool, ...]]] = set()  # measured again, as drafting did not pay
         self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
         self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
@@ -239,10 +240,17 @@ class Speculative(Decoder):
         if self.tree == "auto":
             batch, device, kind = len(self.active.prompts), self.target.device, sampling.steps
             doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
+            key = batch, doublings, kind
             known = [each for rows, each, how in self.measured if (rows, how) == (batch, kind) and each <= doublings]
-            if begins and doublings not in known:
+            doubted = doublings in known and self.why_plain is not None and key not in self.confirmed
+            if begins and (doublings not in known or doubted):
                 with clock.excluded("measure"):
-                    self.measured[batch, doublings, kind] = self._measure()
+                    costs = self._measure()
+                if doubted:  # what else was running may have taken the time, so the draft gets another chance
+                    costs = costs.least(self.measured[key])
+                    self.confirmed.add(key)
+                    self.budgets.pop((batch, sampling), None)
+                self.measured[key] = costs
                 known.append(doublings)
             if not known:  # some rows were dropped, and so few were never measured
                 return self.budget

@@ -154,9 +154,11 @@ class RoundStatistics:
             self.reached[k] = MEMORY * self.reached[k] + sum(count > k or (count == k and more) for count, more in ends)
             self.continued[k] = MEMORY * self.continued[k] + sum(count > k for count in accepted)
 
-    def why_plain(self) -> str:
-        """What a round with drafting cost and brought lately, where decoding without a draft is faster."""
+    def why_plain(self) -> str | None:
+        """What a round with drafting cost and brought lately, as plain decoding is faster; None if it never drafted."""
         rounds, tokens, plain_steps = self.drafted.tolist()
+        if not rounds:
+            return None
         needed = self.without_draft * plain_steps / rounds
         return (
             "tree: auto gave up drafting: on this machine a round with drafting takes as long as "

@@ -293,6 +293,20 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
     assert speculative.costs is seen[10]
 
 
+@pytest.mark.parametrize("machine", ["busy", "slow"])
+def test_costs_are_measured_once_more_where_drafting_did_not_pay(target, monkeypatch, machine):
+    """Else a machine that was busy just then would go without a draft; a slow one does so, and asks no third time."""
+    dear, cheap = (Costs(step, dict.fromkeys((1, 2, 4, 8, 12), 1.0)) for step in (50.0, 0.001))
+    timed = [dear, cheap if machine == "busy" else dear]
+    monkeypatch.setattr(engine.costs, "measure", lambda *_: timed.pop(0))
+    speculative, sizes = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), []
+    for _ in range(3):
+        last: list = []
+        speculative.decode([[5, 9, 20]], 40, frozenset(), watch=lambda step, last=last: last.append(step.tree))
+        sizes.append(last[-1].tokens.shape[1])
+    assert not timed and sizes[0] == 1 and all((size > 1) == (machine == "busy") for size in sizes[1:])
+
+
 @pytest.mark.parametrize("allocation", [[6], [1] * 6, [2, 2, 2]], ids=str)
 def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, allocation):
     """Depth 6, top-k 10: the root, then ten nodes at each of five positions; the published PosS-1 takes 168."""
