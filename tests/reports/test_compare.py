@@ -1,19 +1,21 @@
 """`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths, costs and warnings."""
 
 import json
+import shutil
+from collections import defaultdict
 from dataclasses import replace
-from itertools import product
+from itertools import chain
 from statistics import fmean
 
 import pytest
+from scipy import stats
 
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.cells import pack
-from poss_lightning.evaluation.records import Record
 from poss_lightning.reports.compare import compare, print_findings
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, list_rounds, overview, verdict
+from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, overview, verdict
 from tests.support.lab import write_records
 from tests.support.synthetic import make_cells, make_records
 
@@ -32,7 +34,7 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
-@pytest.mark.parametrize(("name", "reference"), [*product(("run", "sweep"), (None, "eagle"))])
+@pytest.mark.parametrize(("name", "reference"), [("run", None), ("sweep", "eagle")])
 def test_the_short_table_and_its_verdict_fit_a_terminal(name, reference, request, capsys):
     folder = request.getfixturevalue(name)
     compare(str(folder), reference=reference)
@@ -65,24 +67,21 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     assert "\x1b" not in shown and r"[red]\x1b[2J <b>" in shown
 
 
-def test_a_verdict_says_which_differences_are_shown(run):
+def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(run):
     found = find(run, reference="eagle")
     assert verdict(found) == "Drafting is faster than plain. τ against eagle: larger (poss-1)."
     last = found.overall[-1]
-    gain, rows = last.gains["tau_macro"], []
-    for name, p, sign in (("a", 0.01, -1), ("b", 0.9, 1), ("c", 0.04, 1)):
-        rows.append(replace(last, method=name, gains={"tau_macro": replace(gain, p=p, value=sign * gain.value)}))
+    gain = last.gains["tau_macro"]
+    effects = {"a": {"p": 0.01, "value": -gain.value}, "b": {"p": 0.9}, "c": {"p": 0.04}}
+    rows = [replace(last, method=name, gains={"tau_macro": replace(gain, **own)}) for name, own in effects.items()]
     assert verdict(found._replace(rows=rows)).endswith("larger (c); smaller (a); no difference shown (b).")
     same = replace(last, gains={"tau_macro": replace(gain, value=0.0, detectable=0.0, p=1.0)})
     assert gain_text(same, "tau_macro") == "identical" and gain_text(same, "tau_micro") == ""
-
-
-def test_a_verdict_says_which_drafts_are_faster(run):
-    found = find(run)
-    slow = [replace(r, values=r.values | {"speed_up": Estimate(1.2, 0.9, 1.5)}) for r in found.overall]
+    slow = [replace(r, values=r.values | {"speed_up": Estimate(1.2, 0.9, 1.5)}, gains={}) for r in found.overall]
     assert verdict(found._replace(rows=slow)) == "No draft is shown to be faster than plain."
-    rows = [*slow[:-1], found.overall[-1]]
-    assert verdict(found._replace(rows=rows)) == "Drafting is faster than plain: poss-1."
+    assert verdict(found._replace(rows=[*slow[:-1], replace(last, gains={})])) == (
+        "Drafting is faster than plain: poss-1."
+    )
 
 
 def test_replayed_rounds_have_no_speeds(tmp_path):
@@ -92,17 +91,13 @@ def test_replayed_rounds_have_no_speeds(tmp_path):
     assert list(overview(found).columns) == ["method", "τ"] and not verdict(found)
 
 
-def test_an_absent_baseline_is_refused(tmp_path):
+def test_the_baseline_may_be_any_method_of_the_records(tmp_path):
     write_records(tmp_path, make_records(methods=("vllm", "eagle"), prompts=3), {})
     with pytest.raises(ValueError, match="baseline is 'plain'; these records have vllm"):
         find(tmp_path)
-    assert "speed_up" in find(tmp_path, baseline="vllm").overall[-1].values
-
-
-@pytest.mark.parametrize("tree", ["auto", "fixed"])
-def test_sized_trees_are_noted(tmp_path, tree):
-    write_records(tmp_path, make_records(), {"config": {"tree": tree}})
-    assert any("sized by their cost" in note for note in find(tmp_path).notes) == (tree == "auto")
+    for baseline, other in (("vllm", "eagle"), ("eagle", "vllm")):
+        rows = find(tmp_path, baseline=baseline).overall
+        assert [row.method for row in rows if "speed_up" in row.values] == [other]
 
 
 def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_path, capsys):
@@ -116,17 +111,14 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
     assert "base.yaml" not in said and "max_new_tokens" not in said
 
 
-def test_a_choice_that_shares_one_training_with_the_reference_is_named(tmp_path):
-    for choice, seeds in {"eagle": (0, 1), "poss-1": (0, 1), "poss-3": (1,)}.items():
-        for seed in seeds:
-            records = make_records(methods=("poss-1",), seed=seed)
-            pack(tmp_path, choice, seed, {}, [vars(replace(record, method=choice)) for record in records])
-    found = find(tmp_path, reference="eagle")
-    assert [note for note in found.notes if "One seed alone" in note] == [
-        "One seed alone is shared with eagle, so the interval is for other prompts: poss-3."
-    ]
-    titles = all_tables(found)
-    assert any("output position" in title and "(one training)" in title for title in titles)
+def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
+    words = "One seed alone is shared with eagle, so the interval is for other prompts: poss-1."
+    assert words not in find(sweep, reference="eagle").notes
+    for seed in (0, 2):
+        shutil.rmtree(sweep / "poss-1" / f"seed-{seed}")
+    found = find(sweep, reference="eagle")
+    assert words in found.notes
+    assert any("output position" in title and "(one training)" in title for title in all_tables(found))
 
 
 # --- temperatures ---
@@ -152,21 +144,16 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
         assert {method: both.answers[f"{method}, {name}"] for method in alone.answers} == alone.answers
         assert both.costs[f"eagle, {name}"] == alone.costs["eagle"]
         assert set(alone.notes) < set(both.notes)
+        assert any("sized by their cost" in note for note in alone.notes) == (name == "T = 1")
     assert (both.baseline, both.speed) == ("plain", "tokens_per_second")
     tables = all_tables(both)
     assert "speed-up over plain" in tables["Methods"]
     assert list(tables["pos-acc by position, %"]["method"]) == [
         f"{method}, {name}" for name in configs for method in ("eagle", "poss-1")
     ]
-    lines = (tmp_path / "T = 1" / "records.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "T = 1" / "records.jsonl").write_text("".join(line for line in lines if '"eagle"' not in line))
+    write_records(tmp_path / "T = 1", [r for r in records if r.method != "eagle"], {"config": configs["T = 1"]})
     with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
-
-
-def test_a_draft_may_be_the_baseline(run):
-    compared = {row.method for row in find(run, baseline="eagle").overall if "speed_up" in row.values}
-    assert compared == {"plain", "generate", "poss-1"}
 
 
 def test_a_different_tree_or_target_is_refused(tmp_path):
@@ -184,47 +171,49 @@ def test_a_different_tree_or_target_is_refused(tmp_path):
 # --- lengths and costs ---
 
 
-def answer(accepted: list[int], prompt_tokens: int = 10, **fields) -> Record:
-    tokens = [1] * (1 + sum(accepted) + len(accepted))
-    lengths = {"tokens": tokens, "new_tokens": len(tokens), "pieces": None, "prompt_tokens": prompt_tokens}
-    return replace(make_records(methods=("eagle",))[0], accepted=accepted, **lengths, **fields)
+def naive_columns(records, by):
+    """What rounds accepted, by the beginning of their column, then by prompt."""
+    columns = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        before = 1  # the prefill's token
+        for accepted in record.accepted:
+            position = max(begin for begin in (0, 32, 64, 128, 256) if begin <= before)
+            length = max(begin for begin in (0, 128, 256, 512, 1024) if begin <= record.prompt_tokens)
+            column = {"position": position, "input": length, "category": record.category}[by]
+            columns[column][record.suite, record.id].append(accepted)
+            before += accepted + 1
+    return [[*columns[begin].values()] for begin in sorted(columns)]
 
 
-def test_a_round_counts_where_it_began_and_by_the_length_of_its_input():
-    rounds = list_rounds(answer([3] * 40))  # they begin at 1, 5, 9, … 157
-    assert [each["position"] for each in rounds] == [0] * 8 + [32] * 8 + [64] * 16 + [128] * 8
-    columns = {length: list_rounds(answer([1], length))[0]["input"] for length in (1, 127, 128, 255, 256, 512, 33000)}
-    assert columns == {1: 0, 127: 0, 128: 128, 255: 128, 256: 256, 512: 512, 33000: 32768}
-
-
-def length_tables(folder, records):
-    write_records(folder, records, {})
-    tables = all_tables(find(folder))
-    return {by: tables.get(title) for by, title in LENGTHS.items()}
+def naive_tau(prompts):
+    """Tokens per round, and the jackknife's interval over at least three prompts."""
+    taus = [1 + fmean(chain(*prompts[:q], *prompts[q + 1 :])) for q in range(len(prompts))]
+    tau = 1 + fmean(chain(*prompts))
+    if len(prompts) < 3:
+        return f"{tau:.2f}"
+    values = [len(prompts) * tau - (len(prompts) - 1) * without for without in taus]
+    low, high = stats.t.interval(0.95, len(prompts) - 1, tau, stats.sem(values))
+    return f"{tau:.2f} ({low:.2f}…{high:.2f})"
 
 
 def test_tables_of_lengths_are_what_counting_gives(tmp_path):
-    records = make_records(methods=("eagle", "poss-1"))
-    records = [replace(each, seconds={}, prompt_tokens=100 * (each.turn + 1), category=each.suite) for each in records]
-    tables = length_tables(tmp_path, records)
-    names = {"position": ["0–31", "32–"], "input": ["0–127", "128–"], "category": ["chat", "code"]}
+    records = [
+        replace(each, prompt_tokens=(127, 128, 255, 1024)[2 * each.turn + each.repeat], category=str(each.id // 4))
+        for each in make_records(methods=("eagle", "poss-1"), rounds=80)
+    ]
+    write_records(tmp_path, records, {})
+    tables = all_tables(find(tmp_path, baseline="eagle"))
+    names = {
+        "position": ["0–31", "32–63", "64–127", "128–"],
+        "input": ["0–127", "128–1023", "1024–"],
+        "category": ["0", "1"],  # of eight prompts and of two
+    }
     for by, named in names.items():
-        assert list(tables[by].columns) == ["method", *named]
-        for method, *texts in tables[by].itertuples(index=False):
-            rounds = [each for record in records if record.method == method for each in list_rounds(record)]
-            columns = sorted({each[by] for each in rounds})
-            means = [fmean(each["accepted"] + 1 for each in rounds if each[by] == column) for column in columns]
-            assert [text.partition(" (")[0] for text in texts] == [f"{mean:.2f}" for mean in means]
-            assert all("…" in text for text in texts)
-
-
-def test_a_column_of_few_prompts_is_as_uncertain_as_few_prompts(tmp_path):
-    """Three long answers among 57 short ones have the interval of three; two have none."""
-    long = [answer([1] * 14 + [level] * 30, id=place) for place, level in enumerate((1, 2, 4))]
-    short = [answer([place % 3, 1], id=place) for place in range(3, 60)]
-    groups = {"long": long, "all": long + short, "two": long[:2] + short}
-    texts = [length_tables(tmp_path / name, records)["position"]["32–63"][0] for name, records in groups.items()]
-    assert texts[0] == texts[1] and "…" in texts[0] and "…" not in texts[2]
+        table = tables[LENGTHS[by]]
+        assert list(table.columns) == ["method", *named]
+        for method, *texts in table.itertuples(index=False):
+            own = [record for record in records if record.method == method]
+            assert texts == [naive_tau(prompts) for prompts in naive_columns(own, by)]
 
 
 def test_measured_costs_are_shown(tmp_path):

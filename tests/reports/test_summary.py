@@ -8,7 +8,6 @@ from poss_lightning.reports.summary import by_method, group, summarise
 from tests.support.synthetic import make_cells, make_records, over_seeds, rows_of
 
 RECORDS = make_records()
-SHORT = {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}  # an answer without a round
 
 
 def test_few_prompts_have_values_but_neither_intervals_nor_a_verdict():
@@ -21,9 +20,8 @@ def test_few_prompts_have_values_but_neither_intervals_nor_a_verdict():
 
 def test_identical_counts_prompts_not_answers():
     records = make_records(methods=("plain", "generate"), suites=("chat",), prompts=4)
-    place = next(i for i, record in enumerate(records) if (record.id, record.turn, record.method) == (2, 1, "generate"))
-    records[place] = replace(records[place], tokens=records[place].tokens[::-1])
-    rows = rows_of(records)
+    other = [r for r in records if (r.id, r.turn, r.repeat, r.method) == (2, 1, 0, "generate")]
+    rows = rows_of([replace(r, tokens=r.tokens[::-1]) if r in other else r for r in records])
     assert rows["generate"].values["identical"].value == 0.75
     assert not {"identical", "speed_up", "tau_macro"} & rows["plain"].values.keys()
 
@@ -31,17 +29,14 @@ def test_identical_counts_prompts_not_answers():
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_prompts_without_rounds_add_no_certainty(seeds):
     """As if they had not been asked; at a position, those that never reach it."""
-    cells = make_cells(seeds=range(seeds))
-    idle = {
-        cell: [replace(r, **SHORT) if r.id == 1 and r.method != "plain" else r for r in records]
-        for cell, records in cells.items()
-    }
+    cells, idle = make_cells(seeds=range(seeds)), {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}
     asked = {cell: [record for record in records if record.id != 1] for cell, records in cells.items()}
-    with_idle, without = over_seeds(idle), over_seeds(asked)
+    for cell, records in cells.items():
+        cells[cell] = [replace(r, **idle) if r.id == 1 and r.method != "plain" else r for r in records]
+    found, expected = over_seeds(cells)["poss-1"], over_seeds(asked)["poss-1"]
     for measure in ("tau_macro", "tau_micro", "pos_acc_2"):
-        for kind in ("gains", "values"):
-            first, second = (getattr(rows["poss-1"], kind)[measure] for rows in (with_idle, without))
-            assert (first.low, first.high) == pytest.approx((second.low, second.high))
+        for own, other in ((found.values, expected.values), (found.gains, expected.gains)):
+            assert (own[measure].low, own[measure].high) == pytest.approx((other[measure].low, other[measure].high))
 
 
 def test_only_shared_seeds_are_paired():
@@ -56,34 +51,30 @@ def test_only_shared_seeds_are_paired():
 
 
 @pytest.mark.parametrize(
-    ("records", "options", "said"),
+    ("records", "reference", "said"),
     [
-        (RECORDS[:-1], {}, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
-        ([*RECORDS, RECORDS[2]], {}, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        (RECORDS[:-1], None, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
+        ([*RECORDS, RECORDS[2]], None, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
         (
-            [replace(r, prompt_tokens=11) if r.method == "poss-1" else r for r in RECORDS],
-            {},
-            "'plain' and 'poss-1' have prompts of 10 and 11 tokens at chat/0 turn 0 repeat 0",
+            [replace(RECORDS[0], prompt_tokens=11), *RECORDS[1:]],
+            None,
+            "'plain' and 'generate' have prompts of 11 and 10 tokens at chat/0 turn 0 repeat 0",
         ),
-        (RECORDS, {"reference": "hass"}, "reference is 'hass'; these records have the methods plain, gen"),
+        (RECORDS, "hass", "reference is 'hass'; these records have the methods plain, gen"),
     ],
 )
-def test_records_that_cannot_be_compared_are_refused(records, options, said):
+def test_records_that_cannot_be_compared_are_refused(records, reference, said):
     with pytest.raises(ValueError, match=said):
-        summarise(by_method(records), **options)
+        summarise(by_method(records), reference=reference)
 
 
-@pytest.mark.parametrize(
-    ("cell", "used", "said"),
-    [
-        (("hass", 1), slice(None), "choice 'hass', seed 1: no record has this method; there are"),
-        (("eagle", 1), slice(-8), "seed 1 and .* differ in 4 answers, such"),
-    ],
-)
-def test_trainings_that_cannot_be_compared_are_refused(cell, used, said):
+def test_trainings_that_cannot_be_compared_are_refused():
     cells = make_cells()
-    with pytest.raises(ValueError, match=said):
-        over_seeds(cells | {cell: cells["eagle", 1][used]})
+    own = cells["eagle", 1]
+    with pytest.raises(ValueError, match="choice 'hass', seed 1: no record has this method; there are"):
+        over_seeds(cells | {("hass", 1): own})
+    with pytest.raises(ValueError, match=r"seed 1 and .* differ in 4 answers, such"):
+        over_seeds(cells | {("eagle", 1): own[:-8]})
 
 
 def test_replays_must_share_their_tokens():
