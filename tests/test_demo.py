@@ -1,8 +1,10 @@
 """`poss demo` from end to end on a tiny random target, and how it is made smaller for slow machines."""
 
+import re
+
 import pytest
 
-from poss_lightning.demo import LADDER, SPARE, Sizes, _fit, demo, measure_speed, plan_sizes
+from poss_lightning.demo import LADDER, SPARE, Sizes, _fit, demo, plan_sizes
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
@@ -19,17 +21,12 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 2, 1, 4),))
     demo(str(folder), str(target), **drafts)
     assert (folder / "report.html").is_file()
-    assert {record.method for record in read_records(folder / "benchmark")} == {
-        "plain",
-        "lookup",
-        "one layer (single)",
-        "your HASS, 2 steps from it",
-        "your PosS-2, 2 steps from it",
-    }
-    lines = capsys.readouterr().out.splitlines()
-    end = lines[next(i for i, line in enumerate(lines) if line.startswith("Done in ")) :]
-    assert len(end) <= 20 and max(map(len, end[:10])) <= 80  # a screen
-    assert "Output check (float32): " in "\n".join(end) and "answers equal plain decoding's." in "\n".join(end)
+    trained = {f"your {name}, 2 steps from it" for name in ("HASS", "PosS-2")}
+    methods = {record.method for record in read_records(folder / "benchmark")}
+    assert methods == {"plain", "lookup", "one layer (single)", *trained}
+    end = capsys.readouterr().out.partition("\nDone in ")[2]
+    assert end.count("\n") <= 20 and max(map(len, end.splitlines()[:10])) <= 80  # a screen
+    assert re.search(r"Output check \(float32\): \d+ of \d+ answers equal plain decoding's\.", end)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     demo(str(folder), str(target), **drafts, minutes=99)
     assert "resumes as it was begun: 60 conversations, 2 training steps per draft" in capsys.readouterr().out
@@ -38,7 +35,7 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
         demo(str(folder), str(target), **drafts, dtype="float16")
 
 
-@pytest.mark.parametrize(("device", "devices"), [("cpu", None), ("cuda", None), ("cuda:1", [1])])
+@pytest.mark.parametrize(("device", "devices"), [("cuda", None), ("cuda:1", [1])])
 def test_it_trains_on_the_device_that_it_decodes_on(device, devices, target, tmp_path, monkeypatch):
     given, start = [], str(tmp_path / "start")
     tiny_draft(target, [6]).save_pretrained(start)
@@ -48,19 +45,14 @@ def test_it_trains_on_the_device_that_it_decodes_on(device, devices, target, tmp
     assert (trainer["accelerator"], trainer.get("devices")) == (device.split(":")[0], devices)
 
 
-@pytest.mark.parametrize("slower", [0.1, 1, 3, 8])
+@pytest.mark.parametrize("slower", [0.1, 1, 8])
 def test_the_largest_sizes_that_fit_the_minutes_are_taken(slower, target, tmp_path, monkeypatch, capsys):
     """On a CPU that multiplies float32 fast, so many times slower than a usual one."""
     speed = (2000 / slower, 40 / slower)
     monkeypatch.setattr("poss_lightning.demo.measure_speed", lambda target: speed)
     sizes, most = plan_sizes(tmp_path, target, None), 15 * 60 * SPARE
-    assert all(each.seconds(*speed) > most for each in LADDER[: LADDER.index(sizes)])
-    assert sizes.seconds(*speed) <= most or sizes == LADDER[-1]
+    assert sizes == next((each for each in LADDER if each.seconds(*speed) <= most), LADDER[-1])
     printed = capsys.readouterr().out
     assert f"cpu, float32: the target reads {speed[0]:,.0f} tokens/s and writes {speed[1]:.1f}." in printed
     smaller = "Made smaller for this machine, from 200 conversations, 40 training steps per draft"
     assert (smaller in printed) == (sizes != LADDER[0])
-
-
-def test_a_machine_is_measured(target):
-    assert min(measure_speed(target)) > 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poss_lightning import cli
-from tests.support.command import run_in, says, unchanged
+from tests.support.command import Result, run_in, says, unchanged
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # arguments before the name of the output, and after
@@ -20,7 +20,6 @@ WRITERS = {  # arguments before the name of the output, and after
     "compare": (("{inputs}/suite.jsonl", "--html"), ()),
     "demo": (("--out",), TINY),
 }
-ENDINGS = {"synthesize": ".jsonl", "compare": ".html"}  # these write a file, the others a folder
 
 
 def test_every_command_that_writes_is_tested():
@@ -29,39 +28,35 @@ def test_every_command_that_writes_is_tested():
     assert writing == set(WRITERS)
 
 
-@pytest.fixture
-def place(tmp_path, tiny_folder) -> Path:
-    """A file, a folder of each ending, and a folder with somebody's file."""
+NO_NAME = "it must be the name of what to write"
+PLACES = [  # each refusal once
+    ("extract", "", NO_NAME),
+    ("synthesize", " ", NO_NAME),
+    ("synthesize", "folder.jsonl", "folder.jsonl is a folder: name a file in it"),
+    ("compare", "page.txt", "page.txt; its name must end in .html"),
+    ("compare", "a" * 300 + ".html", "File name too long"),
+    ("export", "file", "file is there already"),
+    ("convert", "file/below", "Not a directory"),
+    ("replay", "file", "file is a file: name a folder"),
+    ("benchmark", "others", "others is not empty and holds nothing to resume"),
+    ("demo", "/proc/a", "/proc/a cannot be written: /proc is not yours to write"),  # where root has permission
+]
+
+
+@pytest.mark.parametrize(("command", "name", "words"), PLACES, ids=lambda text: text[:20])
+def test_a_place_that_cannot_be_written_is_refused(inputs, tmp_path, command, name, words):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "notes.txt").write_text("mine")
-    for ending in (".jsonl", ".html", ".yaml"):
-        (tmp_path / f"folder{ending}").mkdir()
-    return tmp_path
-
-
-NO_NAME = "it must be the name of what to write"
-PLACES = [  # for a folder, for a file, and words of the message
-    ("", "", NO_NAME),
-    (" ", " ", NO_NAME),
-    ("file", "folder{ending}", "file: name a folder|a folder: name a file|there already"),
-    ("file/below", "file/below{ending}", "Not a directory"),
-    ("others", "others", "not empty and holds nothing to resume|there already|must end in"),
-    ("{inputs}/target", "{inputs}/target", "not empty and holds nothing to resume|there already|must end in"),
-    ("a" * 300, "a" * 300 + "{ending}", "File name too long"),
-    ("/proc/a", "/proc/a{ending}", "cannot be written: /proc is not yours to write"),  # where root has permission
-]
-CASES = [(command, *PLACES[number % len(PLACES)]) for number, command in enumerate(WRITERS)]  # each place once
-
-
-@pytest.mark.parametrize(("command", "folder", "file", "words"), CASES, ids=[*WRITERS])
-def test_a_place_that_cannot_be_written_is_refused(inputs, place, command, folder, file, words):
+    (tmp_path / "folder.jsonl").mkdir()
     before, after = WRITERS[command]
-    name = (file if command in ENDINGS else folder).replace("{ending}", ENDINGS.get(command, ""))
-    arguments = [text.replace("{inputs}", str(inputs)) for text in (*before, name, *after)]
-    with unchanged(place, inputs):
-        result = run_in(place, command, *arguments)
-    says(result, command, next((each for each in words.split("|") if each in str(result.code)), words))
+    says(refuse(inputs, tmp_path, command, *before, name, *after), command, words)
+
+
+def refuse(inputs: Path, folder: Path, command: str, *arguments: str) -> Result:
+    """What a command says that changes nothing in a folder or its inputs."""
+    with unchanged(folder, inputs):
+        return run_in(folder, command, *(text.replace("{inputs}", str(inputs)) for text in arguments))
 
 
 REFUSED = {  # what each command checks last, when it has loaded everything
@@ -78,8 +73,5 @@ REFUSED = {  # what each command checks last, when it has loaded everything
 
 @pytest.mark.parametrize("command", REFUSED)
 def test_a_refusal_leaves_nothing(inputs, tmp_path, command):
-    name = "out" + ENDINGS.get(command, "")
-    arguments = [text.replace("{inputs}", str(inputs)) for text in (*WRITERS[command][0], name, *REFUSED[command])]
-    with unchanged(tmp_path, inputs):
-        result = run_in(tmp_path, command, *arguments)
-    says(result, command, "")
+    name = "out" + {"synthesize": ".jsonl", "compare": ".html"}.get(command, "")
+    says(refuse(inputs, tmp_path, command, *WRITERS[command][0], name, *REFUSED[command]), command, "")
