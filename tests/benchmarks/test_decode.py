@@ -17,14 +17,13 @@ def test_figures_of_rounds(target):
     kinds = {"one": ([4], {}), "two": ([2, 2], {}), "tied": ([2, 2], {"kv": "shared"})}
     drafts = {name: tiny_draft(target, allocation, **config) for name, (allocation, config) in kinds.items()}
     found = decode.costs(target, drafts, 3, depth=2, nodes=8, tree_width=3)
-    assert found["one"]["round_ratio"] == {"median": 1.0, "low": 1.0, "high": 1.0} and found["two"]["round_ms"] > 0
     slot = 2 * drafts["one"].layers[0].k_proj.out_features
     assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
     assert found["two"]["weights_MB"] == found["tied"]["weights_MB"] > found["one"]["weights_MB"]
-    assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
 
 
 def test_works_take_turns_in_an_order_that_rotates():
+    assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
     done = []
     times = in_turn({name: partial(done.append, name) for name in "xyz"}, 2)
     assert "".join(done) == "xyzyzxzxy" and [len(seconds) for seconds in times.values()] == [2, 2, 2]
@@ -36,8 +35,7 @@ def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch,
     monkeypatch.setattr(decode, "KINDS", {"[1]": {"allocation": (1,)}})
     monkeypatch.setattr(decode, "LENGTHS", (10, 300))
     out = tmp_path / "decode.json"
-    options = ["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)]
-    decode.main(options)
+    decode.main(["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)])
     written, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert set(written["costs"]) == {"[1]"} and written["questions"] == 1
     assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
@@ -86,5 +84,3 @@ def test_growing_memory_fails(monkeypatch):
     monkeypatch.setattr(soak.Target, "load", lambda *args: None)
     with pytest.raises(SystemExit, match=r"memory grew by 5.1% after the first fifth"):
         soak.main([])
-    monkeypatch.setattr(soak, "soak", lambda *args: {"cases": 1, "growth": 0.049})
-    soak.main([])

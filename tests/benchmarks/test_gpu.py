@@ -1,6 +1,7 @@
 """`make bench-gpu` without a GPU: every line runs at tiny sizes, and a killed run resumes."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,32 +15,22 @@ from poss_lightning.draft.specialists import Specialists
 from tests.support.tiny import tiny_draft, tiny_target
 
 
-@pytest.fixture
-def small(monkeypatch):
+@pytest.mark.nightly
+def test_every_part_runs_and_a_killed_run_resumes(monkeypatch, tmp_path, capsys):
     """On the CPU; the embedded target and its draft are tiny ones."""
     monkeypatch.setenv("POSS_DEVICE", "cpu")
     target = tiny_target(max_position_embeddings=4096)
     monkeypatch.setattr(gpu.Target, "load", lambda *_, **__: target)
     monkeypatch.setattr(Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
-
-
-@pytest.mark.nightly
-def test_every_part_runs_and_a_killed_run_resumes(small, monkeypatch, tmp_path, capsys):
-    out, done = tmp_path / "gpu.json", []
-
-    def noted(part):
-        return lambda *given: done.append(part.__name__) or part(*given)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    parts = {name: noted(part) for name, part in gpu.PARTS.items()}
-    monkeypatch.setattr(gpu, "PARTS", parts | {"answers": killed})
+    out = tmp_path / "gpu.json"
+    first, last = ({name: Mock(side_effect=part) for name, part in gpu.PARTS.items()} for _ in range(2))
+    monkeypatch.setattr(gpu, "PARTS", first | {"answers": Mock(side_effect=KeyboardInterrupt)})
     with pytest.raises(KeyboardInterrupt):
         gpu.main(["--out", str(out)])
-    monkeypatch.setattr(gpu, "PARTS", parts)
+    monkeypatch.setattr(gpu, "PARTS", last)
     gpu.main(["--out", str(out)])
-    assert done == [*gpu.PARTS] and [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    assert [name for name, part in last.items() if part.called] == ["answers"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     found = json.loads(out.read_text())
     figures = found["rounds"]["batch 2, graphs"]
     assert figures["round"]["over_floor"] > 1
