@@ -1,6 +1,7 @@
 """`poss demo` from end to end on a tiny random target, and how it is made smaller for slow machines."""
 
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,14 +36,11 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
         demo(str(folder), str(target), **drafts, dtype="float16")
 
 
-@pytest.mark.parametrize(("device", "devices"), [("cuda", None), ("cuda:1", [1])])
-def test_it_trains_on_the_device_that_it_decodes_on(device, devices, target, tmp_path, monkeypatch):
-    given, start = [], str(tmp_path / "start")
-    tiny_draft(target, [6]).save_pretrained(start)
-    monkeypatch.setattr("poss_lightning.demo.fit_once", lambda folder, *layers: given.append(layers[-1]))
-    _fit(tmp_path, "hass", store="", start=start, steps=1, dtype="float32", device=device)
-    trainer = given[0]["trainer"]
-    assert (trainer["accelerator"], trainer.get("devices")) == (device.split(":")[0], devices)
+def test_it_trains_on_the_gpu_that_it_decodes_on(target, tmp_path, monkeypatch):
+    tiny_draft(target, [6]).save_pretrained(tmp_path / "start")
+    monkeypatch.setattr("poss_lightning.demo.fit_once", fit := Mock())
+    _fit(tmp_path, "hass", store="", start=str(tmp_path / "start"), steps=1, dtype="float32", device="cuda:1")
+    assert fit.call_args.args[-1]["trainer"].items() >= {"accelerator": "cuda", "devices": [1]}.items()
 
 
 @pytest.mark.parametrize("slower", [0.1, 1, 8])
