@@ -7,13 +7,11 @@ from importlib import import_module
 from typing import Annotated, get_args, get_origin
 
 import pytest
-import yaml
 
 from poss_lightning import cli
 from poss_lightning.configs import check_options
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.ranges import Count, Position, Range, Seed, Temperature, Weight, check_numbers, has_range
-from poss_lightning.training.fit import compose
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.tiny import tiny_draft
 
@@ -85,11 +83,3 @@ def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
         replace(config, vocabulary_size=0)
     with pytest.raises(ValueError, match=r"^detach is 'yes'; it must be a valid boolean"):
         replace(config, detach="yes")
-
-
-def test_the_file_of_a_number_is_named_when_a_training_is_parsed(tmp_path):
-    file = tmp_path / "a.yaml"
-    for options, name in (({"model": {"loss": {"token": 1e300}}}, "model.loss"), ({"seed_everything": -1}, "seed_ev")):
-        file.write_text(yaml.safe_dump(options))
-        with pytest.raises(ArgumentError, match=rf"^{name}.* is .*; it must lie .*; it is set in {file}"):
-            compose("draft/poss2.yaml", str(file))

@@ -13,15 +13,6 @@ from poss_lightning.sampling import Sampling
 from tests.support.tiny import tiny_draft, tiny_target
 
 
-def test_figures_of_rounds(target):
-    kinds = {"one": ([4], {}), "two": ([2, 2], {}), "tied": ([2, 2], {"kv": "shared"})}
-    drafts = {name: tiny_draft(target, allocation, **config) for name, (allocation, config) in kinds.items()}
-    found = decode.costs(target, drafts, 3, depth=2, nodes=8, tree_width=3)
-    slot = 2 * drafts["one"].layers[0].k_proj.out_features
-    assert [kind["cache_bytes_a_token"] for kind in found.values()] == [4 * slot, 8 * slot, 4 * slot]
-    assert found["two"]["weights_MB"] == found["tied"]["weights_MB"] > found["one"]["weights_MB"]
-
-
 def test_works_take_turns_in_an_order_that_rotates():
     assert spread([3.0, 1.0, 2.0]) == pytest.approx({"median": 2.0, "low": 1.2, "high": 2.8})
     done = []
@@ -77,10 +68,3 @@ def test_only_rounding_excuses_a_mismatch():
     twin = (best + 1) % 320
     target.embed_head.head.data[twin] = target.embed_head.head[best]
     assert soak.is_tie(target, case, case.prompts, 1, [], {best, twin})
-
-
-def test_growing_memory_fails(monkeypatch):
-    monkeypatch.setattr(soak, "soak", lambda *args: {"cases": 1, "growth": 0.051})
-    monkeypatch.setattr(soak.Target, "load", lambda *args: None)
-    with pytest.raises(SystemExit, match=r"memory grew by 5.1% after the first fifth"):
-        soak.main([])

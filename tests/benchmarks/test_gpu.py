@@ -4,7 +4,6 @@ import json
 from unittest.mock import Mock
 
 import pytest
-import torch
 
 from benchmarks import gpu
 from benchmarks.random_target import random_draft
@@ -33,22 +32,12 @@ def test_every_part_runs_and_a_killed_run_resumes(monkeypatch, tmp_path, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     found = json.loads(out.read_text())
     figures = found["rounds"]["batch 2, graphs"]
-    assert figures["round"]["over_floor"] > 1
-    assert all(figures[part]["ms"] > 0 for part in ("draft", "verify", "commit"))
     floors = figures["draft"]["floor_ms"] + figures["verify"]["floor_ms"]
-    assert figures["round"]["floor_ms"] == pytest.approx(floors)
+    assert figures["round"]["floor_ms"] == pytest.approx(floors) and figures["round"]["over_floor"] > 1
     assert found["step"]["T 64"]["speed_ratio"] > 0 and found["answers"]["hass+lookup"]["tau_macro"] >= 1
     assert found["extract"]["embedded"]["extract_tokens_per_second"] > 0
     printed = capsys.readouterr().out
     assert all(f"\n{part}\n" in printed for part in gpu.PARTS)
-
-
-def test_without_a_gpu_one_line_says_what_to_do(monkeypatch, capsys):
-    monkeypatch.delenv("POSS_DEVICE", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit):
-        gpu.main([])
-    assert "POSS_DEVICE=cpu" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_floors_are_the_bytes_that_must_be_read():

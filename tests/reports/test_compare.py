@@ -14,7 +14,7 @@ from poss_lightning.evaluation.cells import pack
 from poss_lightning.reports.compare import compare, print_findings, show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, overview, verdict
+from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, verdict
 from tests.support.lab import write_records
 from tests.support.synthetic import make_cells, make_records
 
@@ -72,13 +72,6 @@ def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(
     assert verdict(found._replace(rows=slow)) == "No draft is shown to be faster than plain."
     one = [*slow[:-1], replace(last, gains={})]
     assert verdict(found._replace(rows=one)) == "Drafting is faster than plain: poss-1."
-
-
-def test_replayed_rounds_have_no_speeds(tmp_path):
-    records = [replace(r, seconds={}, text="", pieces=None) for r in make_records(methods=("eagle", "poss-1"))]
-    write_records(tmp_path, records, {})
-    found = find(tmp_path)
-    assert list(overview(found).columns) == ["method", "τ"] and not verdict(found)
 
 
 def test_the_baseline_may_be_any_method_of_the_records(tmp_path):

@@ -19,7 +19,7 @@ from poss_lightning.reports.compare import compare
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import public, split_rounds
 from poss_lightning.reports.scalars import group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
-from poss_lightning.reports.tables import overview
+from poss_lightning.reports.tables import overview, verdict
 from tests.support.lab import CHOICES, write_lab, write_records
 from tests.support.synthetic import make_records
 
@@ -99,11 +99,12 @@ def test_seconds_measured_apart_are_not_shown_side_by_side(tmp_path):
     assert ["Milliseconds" in page for page in pages] == [False, True]
 
 
-def test_empty_sections_are_left_out(tmp_path):
+def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
     replayed = [replace(record, seconds={}, text="", pieces=None) for record in make_records(methods=("eagle",))]
     write_records(tmp_path / "run", replayed, {})
     (tmp_path / "run" / "run.json").unlink()
-    page = page_of(tmp_path / "run")
+    page, found = page_of(tmp_path / "run"), find(tmp_path / "run")
+    assert list(overview(found).columns) == ["method", "τ"] and not verdict(found)
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training", "runs were made"))
 
 
@@ -145,11 +146,10 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
     assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
     assert drift[2] == [(10, pytest.approx(0.8)), (20, pytest.approx(0.9))]
 
-    rows = [asdict(record) for record in make_records(methods=("poss-1",))]
+    cell, rows = tmp_path / "cells/poss-1/seed-0", [asdict(record) for record in make_records(methods=("poss-1",))]
     pack(tmp_path, "poss-1", 0, {"scalars": {tag: series[-1] for tag, series in events.items()}}, rows)
-    cell = tmp_path / "cells/poss-1/seed-0"
     (last,) = read_scalars(cell).values()
-    assert last == {tag: [(20, pytest.approx(series[-1][1], abs=1e-5))] for tag, series in events.items()}
+    assert last.keys() == events.keys() and all(len(series) == 1 for series in last.values())
     shutil.copytree(training, cell)
     assert list(read_scalars(cell).values()) == [events]
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
