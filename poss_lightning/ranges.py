@@ -33,15 +33,13 @@ class Range:
     most: float
     zero: str = ""
 
-    def __contains__(self, number: float) -> bool:
-        return self.least <= number <= self.most or (bool(self.zero) and number == 0)
-
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self._check, handler(kind))
 
     def _check(self, given: Any, convert: Callable[[Any], float]) -> float:
         number = convert(given)
-        if isinstance(given, bool) or number not in self:
+        inside = self.least <= number <= self.most or (bool(self.zero) and number == 0)
+        if isinstance(given, bool) or not inside:
             zero = f"be 0 ({self.zero}) or " if self.zero else ""
             words = f"it must {zero}lie between {_format(self.least)} and {_format(self.most)}"
             raise PydanticCustomError("range", "{words}", {"words": words})

@@ -58,8 +58,7 @@ def read_drift(run: str, depth: int | None = None) -> list[float]:
     for place, config in configs.items():
         if isinstance(allocation := config.get("allocation"), list) and len(allocation) > 1:
             raise ValueError(f"{place} is of specialists, {allocation}: drift is read of a single layer's training")
-    runs = (series_by_depth(scalars, DRIFT_TAG) for scalars in read_scalars(run).values())
-    drifts = [depths for depths in runs if depths]
+    drifts = [depths for scalars in read_scalars(run).values() if (depths := series_by_depth(scalars, DRIFT_TAG))]
     if len(drifts) != 1:
         raise ValueError(
             f"{run} holds {len(drifts)} runs that logged {DRIFT_TAG}; give the folder of one, the training of a draft "
