@@ -37,9 +37,9 @@ def test_an_svg_is_text_of_the_page_loads_nothing_and_is_reproducible():
     evil = '<script>&$x^2$"'
     drawn = {evil: {evil: {1: Value(1.0)}, "b": {1: Value(2.0)}}}
     first, second = (plots.to_svg(plots.curves(drawn, evil, ""), evil) for _ in range(2))
-    assert first == second and first.startswith("<svg ") and first.endswith("</svg>") and "<script" not in first
+    assert first == second and first.startswith("<svg ") and first.endswith("</svg>")
     assert "&lt;script&gt;&amp;$x^2$" in first and "currentColor" in first and plots.INK not in first
-    assert not re.search(r"https?:|url\((?!#)|href=\"(?!#)", first)
+    assert not re.search(r"<script|https?:|url\((?!#)|href=\"(?!#)", first)
 
 
 def test_a_forest_has_the_largest_on_top():

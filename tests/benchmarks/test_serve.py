@@ -25,20 +25,15 @@ def response(tokens: list[int], text: str, accepted: list[int], stopped: bool) -
     return {"choices": [choice], **metrics}
 
 
-@pytest.fixture
-def answers(tmp_path):
-    """Writes a server's answers; returns the program."""
-
-    def write(plain: dict, draft: dict | None = None) -> tuple[str, ...]:
-        (tmp_path / "answers.json").write_text(json.dumps({"plain": plain, "draft": draft or {}}))
-        return (*FAKE, str(tmp_path / "answers.json"))
-
-    return write
+def program(folder: Path, plain: dict, draft: dict | None = None) -> tuple[str, ...]:
+    """A server that gives these answers, by prompt."""
+    (folder / "answers.json").write_text(json.dumps({"plain": plain, "draft": draft or {}}))
+    return (*FAKE, str(folder / "answers.json"))
 
 
-def test_a_server_answers_and_ends_whatever_happens_in_its_context(tmp_path, answers):
-    program = answers({"[5, 7]": response([3, 4, 1], "so", [2, 4], True)})
-    with pytest.raises(KeyboardInterrupt), Server(["model"], tmp_path / "log", program) as server:
+def test_a_server_answers_and_ends_whatever_happens_in_its_context(tmp_path):
+    fake = program(tmp_path, {"[5, 7]": response([3, 4, 1], "so", [2, 4], True)})
+    with pytest.raises(KeyboardInterrupt), Server(["model"], tmp_path / "log", fake) as server:
         assert server.version() == "0.fake"
         answer = server.answer([5, 7], 8, [1])
         with pytest.raises(ValueError, match=r"answers /v1/completions with 400 .*no such prompt"):
@@ -87,7 +82,7 @@ def ours(target, tiny_folder, tmp_path) -> Path:
     return tmp_path / "ours"
 
 
-def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answers, capsys):
+def test_served_answers_become_records_beside_ours(ours, target, tmp_path, capsys):
     """A server with the answers of our loop and our chain has their records."""
     records, known = read_records(ours), {"plain": {}, "chain": {}}
     (source,) = serve.read_sources(ours)
@@ -96,8 +91,8 @@ def test_served_answers_become_records_beside_ours(ours, target, tmp_path, answe
         prompt, stopped = prompts[record.id, record.turn], record.tokens[-1] in target.chat.stops
         assert len(prompt) == record.prompt_tokens
         known[record.method][json.dumps(prompt)] = response(record.tokens, record.text, record.accepted, stopped)
-    program = answers(known["plain"], known["chain"])
-    serve.main([str(ours), str(tmp_path / "out"), "--loads", "1", "3", "--", "--enforce-eager"], program)
+    line = [str(ours), str(tmp_path / "out"), "--loads", "1", "3", "--", "--enforce-eager"]
+    serve.main(line, program(tmp_path, known["plain"], known["chain"]))
     assert capsys.readouterr().out.count("3 of 3 answers as our own loop's") == 4
     names = {"plain": "vllm", "chain": "vllm-chain"}
     expected = {(names[r.method], r.id, r.turn): (r.tokens, r.accepted) for r in records}
