@@ -50,7 +50,4 @@ def test_the_largest_sizes_that_fit_the_minutes_are_taken(slower, target, tmp_pa
     monkeypatch.setattr("poss_lightning.demo.measure_speed", lambda target: speed)
     sizes, most = plan_sizes(tmp_path, target, None), 15 * 60 * SPARE
     assert sizes == next((each for each in LADDER if each.seconds(*speed) <= most), LADDER[-1])
-    printed = capsys.readouterr().out
-    assert f"cpu, float32: the target reads {speed[0]:,.0f} tokens/s and writes {speed[1]:.1f}." in printed
-    smaller = "Made smaller for this machine, from 200 conversations, 40 training steps per draft"
-    assert (smaller in printed) == (sizes != LADDER[0])
+    assert ("Made smaller for this machine, from 200 conv" in capsys.readouterr().out) == (sizes != LADDER[0])

@@ -28,10 +28,8 @@ def test_every_command_that_writes_is_tested():
     assert writing == set(WRITERS)
 
 
-NO_NAME = "it must be the name of what to write"
 PLACES = [  # each refusal once
-    ("extract", "", NO_NAME),
-    ("synthesize", " ", NO_NAME),
+    ("extract", " ", "it must be the name of what to write"),
     ("synthesize", "folder.jsonl", "folder.jsonl is a folder: name a file in it"),
     ("compare", "page.txt", "page.txt; its name must end in .html"),
     ("compare", "a" * 300 + ".html", "File name too long"),

@@ -104,9 +104,6 @@ def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
     assert any("output position" in title and "(one training)" in title for title in all_tables(found))
 
 
-# --- temperatures ---
-
-
 def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
     configs = {
         "T = 0": {"temperature": 0.0},

@@ -120,9 +120,6 @@ def test_methods_are_defined_below_the_title(tmp_path):
     ]
 
 
-# --- decoded text ---
-
-
 def test_spans_are_the_rounds_and_have_every_piece_once():
     record = next(record for record in make_records() if record.method == "eagle")
     short = replace(record, accepted=[2, 0], new_tokens=5, tokens=[0] * 5, pieces=["a", "b", "\n", "c", "d"])
@@ -131,9 +128,6 @@ def test_spans_are_the_rounds_and_have_every_piece_once():
     assert split_rounds(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
     for record in make_records():
         assert "".join(text for _, text in split_rounds(record)).split() == record.text.split()
-
-
-# --- what trainings logged ---
 
 
 def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_values_of_a_cell(tmp_path):

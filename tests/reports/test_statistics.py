@@ -76,14 +76,12 @@ def test_one_training_of_each_is_scipys_paired_t_test_over_prompts():
     assert (gain.p, gain.low, gain.high) == pytest.approx((test.pvalue, ends.low, ends.high))
     assert not rows["generate"].gains  # so nothing is corrected for it
     assert rows_of(records, reference="generate")["poss-1"].gains["tokens_per_second"].p < 0.05
-    own, other = (rows[method].values["tokens_per_second"].value for method in ("poss-1", "eagle"))
-    assert rows["poss-1"].gains["tokens_per_second"].value == pytest.approx(own / other)
 
 
 def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
     cells = make_cells()
     rows = over_seeds(cells)
-    own, gains = rows["poss-1"], rows["poss-1"].gains
+    gains = rows["poss-1"].gains
     means = {cell: prompt_means(records, cell[0]) for cell, records in cells.items()}
     effects = np.array([means["poss-1", seed] - means["eagle", seed] for seed in range(3)])
     error, freedom = naive_crossed(effects)
@@ -91,7 +89,7 @@ def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
     assert gains["tau_macro"].p == pytest.approx(2 * stats.t.sf(effects.mean() / error, freedom))
     assert gains["tau_macro"].detectable == pytest.approx(detectable(error, freedom))
     geometric = [stats.gmean([*rows[method].trainings["speed_up"].values()]) for method in ("poss-1", "eagle")]
-    assert own.values["speed_up"].value == pytest.approx(geometric[0])
+    assert rows["poss-1"].values["speed_up"].value == pytest.approx(geometric[0])
     assert gains["speed_up"].value == pytest.approx(geometric[0] / geometric[1])
 
 
@@ -172,9 +170,6 @@ def test_the_detectable_effect_is_found_in_four_of_five_cases_and_no_effect_rare
     assert np.mean(found, 0)[0] == pytest.approx(0.8, abs=0.03)
     assert np.any(found, 1).mean() <= 0.86 and np.mean(np.array(found)[:, 1:].any(1)) < 0.06
     assert detectable(1.0, 1e6) == pytest.approx(stats.norm.ppf(0.975) + stats.norm.ppf(0.8), abs=1e-4)
-
-
-# --- edges ---
 
 
 def test_without_any_spread_only_equality_is_certain():
