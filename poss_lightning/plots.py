@@ -121,10 +121,8 @@ def to_svg(figure: Figure, label: str) -> str:
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     drawn = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
-    _, _, inside = drawn.partition("<svg")
-    opening, _, inside = inside.partition(">")
-    box = re.search(r'viewBox="[^"]*"', opening)
-    start = f'<svg {box[0] if box else ""} role="img" aria-label="{html.escape(label)}">'
+    _, box, inside = re.split(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', drawn, maxsplit=1)
+    start = f'<svg {box} role="img" aria-label="{html.escape(label)}">'
     return start + inside.replace(INK, "currentColor").strip()
 
 
