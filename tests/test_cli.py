@@ -60,13 +60,11 @@ def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path)
     assert {record.method for record in read_records("2")} == {"plain", "generate", "1", "b", "7"}
 
 
-@pytest.mark.parametrize(
-    ("command", "hint"),
-    [("predict", ""), ("fitt", "did you mean fit? "), ("answer", "did you mean synthesize --prompts? ")],
-)
-def test_an_unknown_command_gets_a_list_of_all(poss, command, hint):
-    code = poss(command).code
-    assert code.startswith(f"poss: no command {command!r}; {hint}there are fit, ") and "\n" not in code
+def test_an_unknown_command_gets_a_list_of_all(poss):
+    hints = {"predict": "", "fitt": "did you mean fit? ", "answer": "did you mean synthesize --prompts? "}
+    for command, hint in hints.items():
+        code = poss(command).code
+        assert code.startswith(f"poss: no command {command!r}; {hint}there are fit, ") and "\n" not in code
 
 
 def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss):
@@ -78,21 +76,15 @@ def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss):
     assert ours | set(SHORT_HELP) <= in_short < in_full and "trainer.plugins" not in short
 
 
-# --- what works ---
-
-COMMAND = "from poss_lightning import cli; cli.main()"
-TABLES = "import poss_lightning.reports.compare, poss_lightning.reports.allocate"
-
-
-@pytest.mark.parametrize(
-    ("code", "option", "most"), [(COMMAND, "--help", 200), (COMMAND, "--version", 200), (TABLES, "", 2000)]
-)
-def test_help_version_and_tables_of_records_need_no_torch(code, option, most):
+def test_help_version_and_tables_of_records_need_no_torch():
     """Its import alone takes seconds; a table needs pandas."""
-    look = f"import sys; {code}; print('torch' in sys.modules, len(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
-    heavy, modules = done.stdout.split()[-2:]
-    assert heavy == "False" and int(modules) < most and done.stderr == ""
+    command = "from poss_lightning import cli; cli.main()"
+    tables = "import poss_lightning.reports.compare, poss_lightning.reports.allocate"
+    for code, option, most in ((command, "--help", 200), (command, "--version", 200), (tables, "", 2000)):
+        look = f"import sys; {code}; print('torch' in sys.modules, len(sys.modules))"
+        done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)
+        heavy, modules = done.stdout.split()[-2:]
+        assert heavy == "False" and int(modules) < most and done.stderr == ""
 
 
 def test_a_reader_that_closes_the_pipe_is_no_error():
