@@ -11,7 +11,7 @@ from poss_lightning.interop import settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
-from tests.interop.test_eagle3 import FUSED, KEY, SOME, agree, random_file
+from tests.interop.published import FUSED, KEY, SOME, agree, eagle3
 from tests.support.layouts import BOTH, put, read, same
 from tests.support.tiny import tiny_draft
 
@@ -50,7 +50,7 @@ CONFIG = {
 def theirs(folder: Path, target: Target, changes: dict | None = None, layer: dict | None = None, **tensors) -> Path:
     """A folder as speculators writes it, with changes of its config; None leaves a key out."""
     embedding = target.embed_head.embedding.half()
-    put(folder, random_file(layers=("layers.0",)) | {"embed_tokens.weight": embedding} | tensors)
+    put(folder, eagle3(layers=("layers.0",)) | {"embed_tokens.weight": embedding} | tensors)
     changes = {"transformer_layer_config": LAYER | (layer or {})} | (changes or {})
     left_out = [key for key, value in changes.items() if value is None]
     kept = {key: value for key, value in (CONFIG | changes).items() if key not in left_out}
