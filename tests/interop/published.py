@@ -22,14 +22,20 @@ MIDLAYER |= {"input_layernorm.weight": (D,), "hidden_norm.weight": (D,)}
 def eagle(layers: int = 1, bias: bool = True, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
     """Random weights under the names of cnets1.py."""
     shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
-    return _random(shapes | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}, dtype)
+    return _random(
+        shapes | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}, dtype
+    )
 
 
 def eagle3(
     ids: Tensor | None = SOME, dtype: torch.dtype = torch.float16, layers: tuple[str, ...] = ("midlayer",)
 ) -> dict[str, Tensor]:
     """Random weights under the names of cnets.py; None is the whole vocabulary."""
-    shapes = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (VOCABULARY if ids is None else len(ids), D)}
+    shapes = {
+        "fc.weight": (D, 3 * D),
+        "norm.weight": (D,),
+        "lm_head.weight": (VOCABULARY if ids is None else len(ids), D),
+    }
     shapes |= {f"{layer}.{name}": shape for layer in layers for name, shape in MIDLAYER.items()}
     if ids is None:
         return _random(shapes, dtype)

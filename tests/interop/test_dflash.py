@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.settings import parse_config
@@ -39,26 +41,28 @@ STATED = {
 }
 
 
-def random_file(deep):
+def dflash(deep) -> dict[str, Tensor]:
+    """Random weights under the published names."""
     draft = tiny_draft(deep, [5], kind="block", block_layers=2)
     return {theirs: draft.state_dict()[ours] for theirs, ours in NAMES.items()}
 
 
 def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp_path, capsys):
-    tensors = random_file(deep)
+    tensors = dflash(deep)
     convert(put(tmp_path / "theirs", tensors, **STATED), tmp_path / "ours", "--input_format", "dflash")
     ours = Specialists.from_pretrained(tmp_path / "ours")
-    config = ours.config
-    assert (config.kind, config.allocation, config.depth, config.block_layers) == ("block", (5,), 5, 2)
-    assert (config.layers, config.mask_row) == ((2, 4, 5), 319)
+    own = {"kind": "block", "allocation": (5,), "depth": 5, "block_layers": 2, "detach": False}
+    given = {"inner_layers": (2, 4, 5), "mask_token": 319}
+    assert ours.config == DraftConfig(target=ours.config.target, **own, **given)
     assert torch.equal(ours.mask, deep.embed_head.embedding[319])
     assert all(torch.equal(ours.state_dict()[NAMES[theirs]], tensor) for theirs, tensor in tensors.items())
-    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "dflash")
-    assert "dflash" in capsys.readouterr().out
-    assert same(read(tmp_path / "back"), tensors)
-    stated = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {name: stated[name] for name in STATED} == STATED
-    assert stated["architectures"] == ["DFlashDraftModel"]
+    for output in ("dflash", "vllm"):
+        convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
+        assert "reads the outputs of target layers [2, 4, 5]" in capsys.readouterr().out
+        assert same(read(tmp_path / output), tensors)
+        stated = json.loads((tmp_path / output / "config.json").read_text())
+        assert {name: stated[name] for name in STATED} == STATED
+        assert stated["architectures"] == ["DFlashDraftModel"]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +81,3 @@ def test_settings_may_lie_on_the_top_level_and_say_what_is_so_anyway(deep, given
         parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, VOCABULARY, 2) for each in ({}, given)
     )
     assert plain == other and plain.mask_row == 319
-
-
-def test_ours_comes_back_with_its_scale_in_fc(convert, deep, tmp_path):
-    draft = tiny_draft(deep, [3], kind="block")
-    draft.scale.copy_(torch.rand(draft.scale.shape) + 0.5)
-    draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "vllm", "--output_format", "vllm")  # as they read DFlash's
-    convert(tmp_path / "vllm", tmp_path / "back", "--input_format", "dflash")
-    back = Specialists.from_pretrained(tmp_path / "back")
-    torch.testing.assert_close(back.fc.weight, draft.fc.weight * draft.scale)
-    assert back.config.layers == draft.config.layers == (2, 4, 5)
