@@ -4,7 +4,6 @@ They need vLLM, so only `make test-vllm` runs them.
 """
 
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
 from poss_lightning.interop.layouts import METHODS, find_layout
-from poss_lightning.serving import plugin
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.support.serving import answer_plainly, draft_here, serve, teach
@@ -49,14 +47,12 @@ CASES = {
     "speculators, EAGLE-3.1": Case(
         [6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, True, plugin=False, output_format="speculators"
     ),
-    "poss-2": Case([2, 2, 2]),
     "uneven": Case([1, 3, 2]),
     "past the end": Case([1, 2], depth=5),
     "not to the end": Case([2, 2, 2], depth=3),
     "one token": Case([2, 2], depth=1),
     "shared": Case([2, 2, 2], {"kv": "shared"}),
     "vocabulary": Case([2, 2, 2], smaller=True),
-    "single layer with a vocabulary": Case([6], smaller=True),
     "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
     "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0, "norm_eps": 0.01}),
     "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
@@ -140,14 +136,9 @@ def test_a_folder_of_speculators_is_served_by_its_name_alone(target, folder, tmp
     assert serve(tmp_path / "served", PROMPTS, LIMIT) == draft_here(target, draft, PROMPTS, LIMIT, 6)
 
 
-@cache
-def embedded_target() -> Target:
-    return Target.load("embedded", "float32", "cpu")
-
-
 @pytest.mark.parametrize("name", ["embedded-hass", "embedded-poss2"])
 def test_shipped_drafts_are_served(name, tmp_path):
-    target = embedded_target()
+    target = Target.load("embedded", "float32", "cpu")
     questions = read_suites(limit=1)
     prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
     convert(name, str(tmp_path / "served"), output_format="vllm")
@@ -220,9 +211,3 @@ def test_a_method_for_the_other_kind_of_draft_is_refused(target, folder, tmp_pat
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="vllm", target=str(folder))
     with pytest.raises(ValueError, match="is of kind eagle2, and method is 'eagle3'; it must be 'eagle'"):
         serve(folder, PROMPTS, 2, tmp_path / "served", "eagle3")
-
-
-def test_the_installed_plugin_is_found():
-    from vllm.plugins import load_plugins_by_group
-
-    assert load_plugins_by_group("vllm.general_plugins")["poss_lightning"] is plugin.register
