@@ -1,5 +1,6 @@
 """Published layouts: a file drafts as its authors compute it and comes back bit for bit; engines find every key."""
 
+import json
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -10,16 +11,16 @@ from transformers import AutoConfig
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
-from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.layouts import LAYOUTS, METHODS
 from poss_lightning.interop.tensors import check_frozen
-from tests.interop.published import FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
+from tests.interop.published import FUSED, FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
 from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, put, read, same, stated
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
 # --- theirs -> ours -> theirs, and ours -> theirs -> ours ---
 
-EAGLE3 = {"kind": "eagle3", "detach": False, "allocation": (7,), "depth": 7}
-SPEED = EAGLE3 | {"allocation": (1, 3, 4), "depth": 8, "kv": "shared", "vocabulary_size": len(SOME)}
+USUAL = {"kind": "eagle3", "detach": False, "allocation": (7,), "depth": 7}
+SPEED = USUAL | {"allocation": (1, 3, 4), "depth": 8, "kv": "shared", "vocabulary_size": len(SOME)}
 FILES = [  # how it is read, its tensors, its keys, how it is stored; and our config of it
     ("eagle", eagle(), {"rope_theta": 50.0}, "safetensors", {"allocation": (6,), "depth": 1, "rope_theta": 50.0}),
     ("eagle --allocation=[4]", eagle(1, False, torch.bfloat16), {}, "bin", {"allocation": (4,), "depth": 1}),
@@ -31,8 +32,8 @@ FILES = [  # how it is read, its tensors, its keys, how it is stored; and our co
         {"allocation": (6,), "depth": 3, "norm_eps": 0.1},
     ),
     ("poss --allocation=[2,2,2]", eagle(3), {}, "bin shards", {"allocation": (2, 2, 2), "depth": 6}),
-    ("eagle3", eagle3(), {KEY: len(SOME)}, "safetensors", EAGLE3 | {"vocabulary_size": len(SOME)}),
-    ("eagle3", eagle3(None, torch.bfloat16), {KEY: VOCABULARY}, "bin", EAGLE3),
+    ("eagle3", eagle3(), {KEY: len(SOME)}, "safetensors", USUAL | {"vocabulary_size": len(SOME)}),
+    ("eagle3", eagle3(None, torch.bfloat16), {KEY: VOCABULARY}, "bin", USUAL),
     ("speed --allocation=[1,3,4]", eagle3(layers=THREE), {KEY: len(SOME), "num_hidden_layers": 3}, "bin", SPEED),
 ]
 
@@ -131,10 +132,14 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
 
 # --- engines ---
 
-EAGLE_NAMES = {"fc.weight"} | {f"layers.0.{name}" for name in SHAPES}
+EAGLE = {"fc.weight"} | {f"layers.0.{name}" for name in SHAPES}
 ATTENTION = {f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo"}
-EAGLE3_NAMES = {"fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} | {f"midlayer.{name}" for name in MIDLAYER}
+OWN_HEAD = {"fc.weight", "norm.weight", "lm_head.weight"}
+EAGLE3 = OWN_HEAD | {f"midlayer.{name}" for name in MIDLAYER}
+MAPS = {"d2t", "t2d"}
+NUMBERED, NUMBERED3 = ({f"{layer}.{name}" for layer in THREE for name in within} for within in (SHAPES, MIDLAYER))
 EAGLE3_KEYS = {
+    KEY: len(SOME),
     "architectures": ["LlamaForCausalLMEagle3"],  # registered by both; vLLM leaves a name that ends so as it is
     "tie_word_embeddings": False,  # else SGLang takes the embedding for the head
     "bias": False,  # SGLang's fc has one where this is true; attention in both
@@ -148,54 +153,64 @@ EAGLE3_KEYS = {
     "eagle_config": None,  # else layers 2, half, and all less 3, as counted here; vLLM and SGLang count it differently
     FUSED_BY: None,
     "logit_scale": None,
-    KEY: len(SOME),
 }
+PLUGIN = {"architectures": ["PossForCausalLM"], FUSED_BY: []}
 # What their code asks for, read in vllm 0.33.0 (model_executor/models/llama_eagle.py, llama_eagle3.py and llama.py,
 # transformers_utils/configs/eagle.py, v1/worker/gpu_model_runner.py) and sglang 0.5.23 (srt/models/llama_eagle.py,
 # llama_eagle3.py and llama.py, srt/model_executor/model_runner_components/spec_aux_hidden_state.py). None: the key must
 # not be there.
-ENGINES = [
-    # becomes EagleLlamaForCausalLM; fc has no bias, and a file's is dropped; no embedding, so the target's
-    ("vllm", True, EAGLE_NAMES | ATTENTION, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}),
-    ("vllm", False, EAGLE_NAMES, {"architectures": ["LlamaForCausalLM"], "attention_bias": None, "bias": False}),
+ENGINES = [  # an engine and a draft; the tensors and keys
+    # fc has no bias, and a file's is dropped; no embedding, so the target's; becomes EagleLlamaForCausalLM
+    ("vllm", [8], {}, EAGLE | ATTENTION, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}),
+    ("vllm", [8], {}, EAGLE, {"architectures": ["LlamaForCausalLM"], "attention_bias": None, "bias": False}),
     # fc always has a bias, at random where the file has none; both keys are attention's
+    ("sglang", [8], {}, EAGLE | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"], "bias": None}),
+    ("vllm", [8], {"kind": "eagle3", "vocabulary": SOME}, EAGLE3 | MAPS, EAGLE3_KEYS),
+    ("sglang", [8], {"kind": "eagle3", "vocabulary": SOME}, EAGLE3 | MAPS, EAGLE3_KEYS),
+    # a vocabulary of all tokens is none: vLLM has no parameter for its d2t, and stops
+    ("vllm", [8], {"kind": "eagle3", "vocabulary": torch.arange(VOCABULARY)}, EAGLE3, EAGLE3_KEYS | {KEY: VOCABULARY}),
+    # our plugin loads any draft, whole
+    ("vllm", [2, 2, 2], {}, NUMBERED | {"fc.weight", "fc.bias"}, PLUGIN | {"num_hidden_layers": 3}),
+    ("vllm", [6], {"vocabulary": SOME}, EAGLE | MAPS | {"fc.bias", "lm_head.weight"}, PLUGIN | {KEY: len(SOME)}),
     (
-        "sglang",
-        False,
-        EAGLE_NAMES | {"fc.bias"},
-        {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": None, "bias": None},
+        "vllm",
+        [2, 1, 3],
+        {"kind": "eagle3", "kv": "shared", "vocabulary": SOME, "norm_before_fc": True},
+        NUMBERED3 | OWN_HEAD | MAPS | {"input_norm.weight"},
+        PLUGIN | {"num_hidden_layers": 3, KEY: len(SOME), FUSED_BY: FUSED, "norm_before_fc": True, "bias": False},
     ),
-    *((engine, None, EAGLE3_NAMES, EAGLE3_KEYS) for engine in ("vllm", "sglang")),
 ]
 
 
-@pytest.mark.parametrize(("engine", "bias", "names", "keys"), ENGINES)
-def test_engines_find_each_key_and_compute_the_same(convert, deep, tmp_path, engine, bias, names, keys):
-    """Of EAGLE-2's drafts, with a bias of fc or without, and of EAGLE-3's, which have none."""
-    options = {"kind": "eagle3", "vocabulary": SOME} if bias is None else {}
-    draft = tiny_draft(deep, [8], **options)
+@pytest.mark.parametrize(("engine", "allocation", "options", "tensors", "keys"), ENGINES)
+def test_engines_find_each_key_and_compute_the_same(
+    convert, deep, tmp_path, capsys, engine, allocation, options, tensors, keys
+):
+    draft = tiny_draft(deep, allocation, **options)
     draft.scale.uniform_(0.5, 2)
-    if bias:
+    if tensors >= ATTENTION:  # else it is zero
         torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
+    method = METHODS[draft.config.kind]
+    printed = {"vllm": f'"method": "{method}"', "sglang": f"--speculative-algorithm {method.upper()} "}
+    assert printed[engine] in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"config.json", "model.safetensors"}
-    assert read(tmp_path / "theirs").keys() == names
+    assert read(tmp_path / "theirs").keys() == tensors
     asked, given = BOTH | keys, stated(tmp_path / "theirs")
     assert {key: given.get(key) for key in asked} == asked
-    assert given.keys() <= asked.keys() | {"rope_theta", "torch_dtype"}
+    assert given.keys() <= asked.keys() | {"rope_theta", "torch_dtype", settings.CONFIG_KEY}
     parsed = AutoConfig.from_pretrained(tmp_path / "theirs")  # as both read it
     assert parsed.model_type == "llama" and parsed.rope_parameters["rope_theta"] == deep.spec.rope_theta
+    if whole := getattr(parsed, settings.CONFIG_KEY, None):
+        assert DraftConfig.from_json(json.dumps(whole), "config.json") == draft.config
     agree(tmp_path / "theirs", draft, deep)
 
 
-def test_a_smaller_vocabulary_is_sglangs_token_map_and_one_of_all_tokens_is_none(convert, deep, tmp_path, capsys):
-    tiny_draft(deep, [6], vocabulary=SOME).save_pretrained(tmp_path / "some")
-    convert(tmp_path / "some", tmp_path / "mapped", "--output_format", "sglang")
-    assert torch.load(tmp_path / "mapped" / "token_map.pt", weights_only=True) == SOME.tolist()
-    assert f"--speculative-token-map {tmp_path}/mapped/token_map.pt" in capsys.readouterr().out
-    for kind, names in (("eagle2", EAGLE_NAMES), ("eagle3", EAGLE3_NAMES - {"d2t", "t2d"})):
-        tiny_draft(deep, [6], vocabulary=torch.arange(VOCABULARY), kind=kind).save_pretrained(tmp_path / kind)
-        convert(tmp_path / kind, tmp_path / f"{kind}-vllm", "--output_format", "vllm")
-        # vLLM has no parameter for a d2t of all tokens, and stops
-        assert read(tmp_path / f"{kind}-vllm").keys() == names
+def test_a_smaller_vocabulary_of_the_targets_head_is_its_rows_or_sglangs_token_map(convert, deep, tmp_path, capsys):
+    tiny_draft(deep, [6], vocabulary=SOME).save_pretrained(tmp_path / "ours")
+    for engine in ("vllm", "sglang"):
+        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
+    assert read(tmp_path / "vllm")["lm_head.weight"].equal(deep.embed_head.head[SOME])
+    assert torch.load(tmp_path / "sglang" / "token_map.pt", weights_only=True) == SOME.tolist()
+    assert f"--speculative-token-map {tmp_path}/sglang/token_map.pt" in capsys.readouterr().out

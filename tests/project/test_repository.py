@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from poss_lightning.draft.folder import SHIPPED, shipped
+from poss_lightning.serving import plugin
 from tests.support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,6 +105,13 @@ def test_environment_lists_the_dependencies_of_pyproject():
     *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     assert pip["pip"] == project["dependencies"]
     assert conda == [f"python{project['requires-python']}", "pip"]
+
+
+def test_vllm_finds_our_plugin_and_the_plugin_our_model():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    assert points == {"poss_lightning": f"{plugin.__name__}:{plugin.register.__name__}"}
+    module, name = plugin.MODEL.split(":")
+    assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
 
 
 READ = ("corpus/data/*.jsonl.gz", "evaluation/prompts/*.jsonl", "reports/page.html.j2")  # files that the package reads
