@@ -69,8 +69,7 @@ def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp
     "given",
     [
         STATED["dflash_config"] | {"dflash_config": None},
-        {"mask_token_id": 3, "input_embedding_scale": 1.0, "output_multiplier": 1, "final_logit_softcapping": 30.0},
-        {"dflash_config": STATED["dflash_config"] | {"use_aux_hidden_state": True, "projector_type": "dflash"}},
+        {"mask_token_id": 3, "input_embedding_scale": 1.0, "projector_type": "dflash", "final_logit_softcapping": 30.0},
     ],
     ids=str,
 )

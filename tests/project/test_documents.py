@@ -21,7 +21,6 @@ from poss_lightning.sweep import Sweep
 from poss_lightning.training.fit import command_line
 from tests.support import families
 from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, files, parsed, shell
-from tests.support.stores import contents
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
@@ -159,9 +158,7 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
             shrink(here / file)
         for command in commands(shell(text), T=tiny_folder):
             verb, *words = command.words
-            before = contents(here) if verb == "validate" else None
             cli.run(verb, [*words, *SMALL.get(verb, [])])
-            assert before is None or before == contents(here)
     for run in ("eagle", "poss2"):
         for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
             assert (here / "runs" / run / promised).exists()

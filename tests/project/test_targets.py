@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.sweep import PlannedCell, Sweep
 from poss_lightning.target.masks import layer_windows
-from poss_lightning.training.flops import count_parameters, count_specialist_parameters, empty_draft
+from poss_lightning.training.flops import count_parameters, count_specialist_parameters
 from poss_lightning.training.plan import TARGETS, token_bytes
 from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
@@ -37,7 +37,6 @@ PUBLISHED = {  # what sizes depend on in a config.json; and millions of all weig
 OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3-8b", "qwen3-8b")]
 EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "norm", "gate_proj", "up_proj", "down_proj")  # of a specialist
 
 
 def experiment(name: str) -> dict[str, PlannedCell]:
@@ -66,9 +65,8 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
         layer = Specialists(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
     theirs = {key.split(".")[-2]: value.shape for key, value in model.base_model.layers[0].state_dict().items()}
     theirs["norm"] = theirs["post_attention_layernorm"]
-    assert {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()} == {
-        part: theirs[part] for part in PARTS
-    }
+    ours = {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()}
+    assert ours.items() <= theirs.items()
     assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
@@ -79,8 +77,6 @@ def test_the_drafts_of_a_target_s_experiment(name):
     assert {choice: (model["allocation"], model["depth"]) for choice, model in trained.items()} == depths
     for allocation, depth in depths.values():
         config = DraftConfig(target=TARGETS[name], allocation=tuple(allocation), depth=depth)
-        keys = [f"layers.{i}.{part}.weight" for i in range(len(allocation)) for part in PARTS]
-        assert list(empty_draft(config).state_dict()) == ["scale", "fc.weight", "fc.bias", *keys]
         check_reach(config)
         assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
 
@@ -89,30 +85,17 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
     """EAGLE-3 and SPEED on Llama-3.1-8B: D 4096, keys 1024 wide, an MLP of 14336, a head of 32,000 tokens."""
     layer = 8192 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336 + 3 * 4096  # reads [e; h]; three norms
     around = 3 * 4096 * 4096 + 4096 + 32000 * 4096  # fc, the last norm, the head
-    assert (layer, around) == (243_281_920, 181_407_744)
-    cells = experiment("llama-3.1-8b-speed")
-    assert list(cells) == ["eagle3", "eagle3-on", "speed", "speed134"]
-    for cell in cells.values():
-        model = cell.training["model"]
-        own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind")}
-        config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own, kv=model.get("kv", "separate"))
+    for cell in experiment("llama-3.1-8b-speed").values():
+        model = {"kv": "separate"} | cell.training["model"]
+        own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind", "kv")}
+        config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own)
         assert count_parameters(config) == len(config.allocation) * layer + around
         assert config.layers == (2, 16, 29)
         check_reach(config)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [*PUBLISHED, "llama-3.1-8b-speed"])
-def test_an_experiment_trains_as_published_from_the_layer_that_it_trains_first(name):
-    first, *others = experiment(name).values()
-    assert first.choice in ("eagle", "eagle3") and first.training["model"]["start_from"] is None
-    assert {cell.training["model"]["start_from"] for cell in others} == {str(first.folder / "draft-last")}
-    assert all(cell.layers[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in (first, *others))
-
-
 # --- the documents ---
-
 
 OUTPUTS = dict.fromkeys(("convert", "extract", "synthesize", "benchmark", "replay"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what must exist
@@ -155,11 +138,15 @@ def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeyp
 
 
 def sweep_reads(name: str, made: set[str]) -> list[str]:
-    """The stores of an experiment; adds what it writes to `made`, where each of its starts must already be."""
-    cells = experiment(name).values()
-    for cell in cells:
-        assert cell.training["model"]["start_from"] in {None, *made}
-        made |= {str(cell.folder), str(cell.folder / "draft-last")}
+    """The stores of an experiment, which trains as published from the layer that it trains first.
+
+    Adds what it writes to `made`.
+    """
+    cells = [*experiment(name).values()]
+    starts = [cell.training["model"]["start_from"] for cell in cells]
+    assert starts == [None] + [str(cells[0].folder / "draft-last")] * (len(cells) - 1)
+    assert all(cell.layers[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in cells)
+    made |= {str(place) for cell in cells for place in (cell.folder, cell.folder / "draft-last")}
     return [store for cell in cells for store in (cell.training["data"]["store"], cell.options["store"])]
 
 

@@ -13,7 +13,7 @@ import torch
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
-from poss_lightning.interop.layouts import METHODS, find_layout
+from poss_lightning.interop.layouts import METHODS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.support.serving import answer_plainly, draft_here, serve, teach
@@ -36,44 +36,32 @@ class Case:
     config: dict = field(default_factory=dict)
     smaller: bool = False  # a vocabulary without every seventh token
     depth: int = 6
-    plugin: bool = True  # whether it needs the plugin
     steps: int = 150  # of its training; EAGLE-3.1 learns sooner, and would accept everything
     output_format: str = "vllm"
 
 
-CASES = {
-    "eagle": Case([6], plugin=False),
-    "eagle3": Case([6], {"kind": "eagle3"}, plugin=False),
-    "speculators, EAGLE-3.1": Case(
-        [6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, True, plugin=False, output_format="speculators"
-    ),
+EAGLE3 = {"kind": "eagle3"}
+NORMED = {"norm_before_fc": True, "norm_before_residual": True}
+EAGLE31 = {"fc_norm": True, "norm_output": True}
+CASES = {  # the first ones do without the plugin
+    "eagle": Case([6]),
+    "eagle3": Case([6], EAGLE3),
+    "eagle3.1": Case([6], EAGLE3 | EAGLE31, steps=20),
+    "speculators, EAGLE-3.1": Case([6], EAGLE3 | EAGLE31, smaller=True, output_format="speculators"),
+    "speculators' defaults": Case([6], EAGLE3 | NORMED | {"norm_output": True}, steps=20, output_format="speculators"),
+    "eagle3, normed residual": Case([6], EAGLE3 | {"norm_before_residual": True}, steps=20),
+    "eagle3, Llama 3.1's angles": Case([6], EAGLE3 | {"rope_scaling": LLAMA3}, steps=60),
+    "block of two layers": Case([6], {"kind": "block", "block_layers": 2}),
     "uneven": Case([1, 3, 2]),
     "past the end": Case([1, 2], depth=5),
     "not to the end": Case([2, 2, 2], depth=3),
     "one token": Case([2, 2], depth=1),
     "shared": Case([2, 2, 2], {"kv": "shared"}),
     "vocabulary": Case([2, 2, 2], smaller=True),
-    "speed": Case([3, 3], {"kind": "eagle3", "kv": "shared"}),
-    "eagle3, caches of their own": Case([2, 2, 2], {"kind": "eagle3", "rope_theta": 500.0, "norm_eps": 0.01}),
-    "eagle3.1": Case([6], {"kind": "eagle3", "fc_norm": True, "norm_output": True}, plugin=False, steps=20),
-    "eagle3, normed residual": Case([6], {"kind": "eagle3", "norm_before_residual": True}, plugin=False, steps=20),
-    "eagle3, norm before fc": Case(
-        [2, 2, 2],
-        {"kind": "eagle3", "norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3},
-        steps=20,
-    ),
-    "speculators' defaults": Case(
-        [6],
-        {"kind": "eagle3", "norm_before_fc": True, "norm_before_residual": True, "norm_output": True},
-        plugin=False,
-        output_format="speculators",
-        steps=20,
-    ),
-    "eagle3, Llama 3.1's angles": Case([6], {"kind": "eagle3", "rope_scaling": LLAMA3}, plugin=False, steps=60),
-    "eagle3.1, speed": Case([3, 3], {"kind": "eagle3", "kv": "shared", "fc_norm": True, "norm_output": True}, steps=20),
-    "block": Case([6], {"kind": "block"}, plugin=False),
-    "block of two layers": Case([6], {"kind": "block", "block_layers": 2}, plugin=False),
-    "eagle3, vocabulary": Case([2, 4], {"kind": "eagle3"}, smaller=True),
+    "eagle3, caches of their own": Case([2, 2, 2], EAGLE3 | {"rope_theta": 500.0, "norm_eps": 0.01}),
+    "eagle3, norm before fc": Case([2, 2, 2], EAGLE3 | NORMED | {"rope_scaling": LLAMA3}, steps=20),
+    "eagle3, vocabulary": Case([2, 4], EAGLE3, smaller=True),
+    "eagle3.1, speed": Case([3, 3], EAGLE3 | EAGLE31 | {"kv": "shared"}, steps=20),
 }
 
 
@@ -117,7 +105,6 @@ def test_the_target_answers_there_as_here(target, plain):
 def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     case = CASES[name]
     draft = make_draft(case, target)
-    assert find_layout(case.output_format, draft.config).states_draft == case.plugin
     draft.save_pretrained(tmp_path / "ours")
     convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format=case.output_format, target=str(folder))
     served = serve(folder, PROMPTS, LIMIT, tmp_path / "served", METHODS[draft.config.kind], case.depth)
