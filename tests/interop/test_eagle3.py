@@ -16,7 +16,7 @@ from tests.support.unrolling import LLAMA3
 ROPE = {"rope_type": "llama3", **asdict(LLAMA3)}
 VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads it beside speculators
     ({"norm_output": True, "fc_norm": True, "norm_eps": 0.01}, ["vllm", "sglang"]),
-    ({"inner_layers": (1, 3, 6), "rope_scaling": LLAMA3}, ["vllm", "sglang"]),
+    ({"inner_layers": (1, 3, 6), "rope_scaling": LLAMA3, "intermediate_size": 40}, ["vllm", "sglang"]),
     ({"inner_layers": (3,), "fc_norm": True}, ["vllm", "sglang"]),
     ({"norm_before_fc": True, "norm_before_residual": True}, ["vllm"]),
 ]

