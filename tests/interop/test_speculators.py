@@ -19,7 +19,8 @@ from tests.support.layouts import BOTH, put, read, same
 LAYER = {key: value for key, value in BOTH.items() if key != "rope_scaling"}
 LAYER |= {"attention_bias": False, "mlp_bias": False, "pad_token_id": None}
 LAYER |= {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
-GREEDY, SAMPLED = ({"proposal_type": name, "speculative_tokens": n} for name, n in (("greedy", 2), ("sample", 3)))
+GREEDY = {"proposal_type": "greedy", "accept_tolerance": 0.0, "speculative_tokens": 7, "verifier_accept_k": 1}
+SAMPLED = {"proposal_methods": [GREEDY, {"proposal_type": "sample", "speculative_tokens": 3}]}
 CONFIG = {
     "architectures": ["Eagle3DraftModel"],
     "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -34,7 +35,7 @@ CONFIG = {
     "speculators_config": {
         "algorithm": "eagle3",
         "default_proposal_method": "greedy",
-        "proposal_methods": [GREEDY | {"accept_tolerance": 0.0, "speculative_tokens": 7, "verifier_accept_k": 1}],
+        "proposal_methods": [GREEDY],
         "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
     },
     "speculators_model_type": "eagle3",
@@ -48,10 +49,6 @@ CONFIG = {
 
 def layer(**changes: object) -> dict:
     return {"transformer_layer_config": LAYER | changes}
-
-
-def engine(*methods: object, default: str = "greedy") -> dict:
-    return {"speculators_config": {"proposal_methods": [*methods], "default_proposal_method": default}}
 
 
 def write(folder: Path, target: Target, changes: dict) -> Path:
@@ -84,8 +81,8 @@ def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_pa
 @pytest.mark.parametrize(
     ("changes", "given", "own"),
     [
-        (engine(GREEDY, SAMPLED, default="sample"), (), {"allocation": (3,)}),
-        (engine(GREEDY), ("--allocation", [4]), {"allocation": (4,)}),
+        ({"speculators_config": SAMPLED | {"default_proposal_method": "sample"}}, (), {"allocation": (3,)}),
+        ({}, ("--allocation", [4]), {"allocation": (4,)}),
         ({"speculators_config": None}, (), {"allocation": (7,)}),
         (layer(sliding_window=16), (), {"window": None}),  # as vLLM reads it
     ],

@@ -140,13 +140,6 @@ SMALL = {  # appended to a command's own options, so these win
 }
 
 
-def shrink(file: Path) -> None:
-    """Reduce a sweep to its reference and one seed."""
-    given = yaml.safe_load(file.read_text())
-    given["choices"] = {given["reference"]: given["choices"][given["reference"]]}
-    file.write_text(OmegaConf.to_yaml(OmegaConf.merge(given, {"seeds": [0], "fit": FIT})))
-
-
 @pytest.mark.nightly
 def test_the_worked_examples_run(desk, tiny_folder, capsys):
     """Page by page, in one folder: every command of their shell blocks, in order."""
@@ -154,8 +147,10 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
         text = page(name)
         here = desk(text)
         (here / "small.yaml").write_text(yaml.safe_dump(FIT))
-        for file in sweeps(text):
-            shrink(here / file)
+        for file in sweeps(text):  # its reference alone, and one seed
+            given = yaml.safe_load((here / file).read_text())
+            given["choices"] = {given["reference"]: given["choices"][given["reference"]]}
+            (here / file).write_text(OmegaConf.to_yaml(OmegaConf.merge(given, {"seeds": [0], "fit": FIT})))
         for command in commands(shell(text), T=tiny_folder):
             verb, *words = command.words
             cli.run(verb, [*words, *SMALL.get(verb, [])])

@@ -99,6 +99,7 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
 
 OUTPUTS = dict.fromkeys(("convert", "extract", "synthesize", "benchmark", "replay"), "out")
 INPUTS = ("corpus", "store", "records", "runs", "run", "folder")  # options that name what must exist
+DOWNLOAD = {*inspect.signature(download).parameters}  # options of hf download
 COMMANDS = {"convert", "extract", "synthesize", "sweep", "benchmark", "compare", "replay"}
 
 
@@ -114,7 +115,9 @@ def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeyp
             line = [launch.training_script, *launch.training_script_args]
             assert launch.no_python and launch.nproc_per_node == "8"
         if line[:2] == ["hf", "download"]:
-            made.add(downloaded(line[2:]))
+            (repo, file), options = line[2:4], dict(zip(line[4::2], line[5::2], strict=True))
+            assert "/" in repo and {name.removeprefix("--").replace("-", "_") for name in options} <= DOWNLOAD
+            made.add(f"{options['--local-dir']}/{file}")
         elif line[0] == "poss":
             ran.add(line[1])
             given = parsed(Command(0, *line[:1], line[1:]))
@@ -148,11 +151,3 @@ def sweep_reads(name: str, made: set[str]) -> list[str]:
     assert all(cell.layers[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in cells)
     made |= {str(place) for cell in cells for place in (cell.folder, cell.folder / "draft-last")}
     return [store for cell in cells for store in (cell.training["data"]["store"], cell.options["store"])]
-
-
-def downloaded(line: list[str]) -> str:
-    """The file that `hf download` writes; each of its options must exist."""
-    (repo, file), options = line[:2], dict(zip(line[2::2], line[3::2], strict=True))
-    known = {f"--{name.replace('_', '-')}" for name in inspect.signature(download).parameters}
-    assert options.keys() <= known and "/" in repo
-    return f"{options['--local-dir']}/{file}"

@@ -28,11 +28,6 @@ def engine_reader(target: Target, layers: tuple[int, ...], *, folder: Path, mode
     return EngineReader(target, layers, lambda written: NaiveEngine(model or target, folder, written, **options))
 
 
-@pytest.fixture(scope="module")
-def deep() -> Target:
-    return tiny_target(num_hidden_layers=4)
-
-
 @pytest.mark.parametrize("name", ["gemma2", "phi3, longrope"])
 def test_features_and_layers_are_those_of_the_target(tmp_path, name):
     """The final norm of each family is found; layers come in the order asked for, one of them twice."""
@@ -77,7 +72,7 @@ def test_the_store_is_that_of_the_target(tmp_path, dtype, stored):
         (lambda content: None, "left no complete file of states at .*its log says why"),
     ],
 )
-def test_what_is_not_the_states_of_the_text_is_refused(deep, tmp_path, change, words):
+def test_what_is_not_the_states_of_the_text_is_refused(target, tmp_path, change, words):
     """The probe passes; no store is finished."""
 
     def later(content):
@@ -85,7 +80,7 @@ def test_what_is_not_the_states_of_the_text_is_refused(deep, tmp_path, change, w
 
     with pytest.raises(ValueError, match=words) as error:
         reader = partial(engine_reader, folder=tmp_path, change=later)
-        write_store(tmp_path / "store", deep, make_conversations(), **SIZES, layers=(1,), reader=reader)
+        write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=(1,), reader=reader)
     assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
 
 
@@ -96,18 +91,18 @@ def test_a_torn_file_is_refused(tmp_path):
         read_states(str(tmp_path / "torn"), [5, 7], (1, 32), torch.float32)
 
 
-def test_a_file_is_waited_for_until_its_lock_is_free(deep, tmp_path):
-    reader = engine_reader(deep, (2,), folder=tmp_path, seconds=0.1)
-    torch.testing.assert_close(reader.read([[5, 7]]).features, TargetReader(deep, ()).read([[5, 7]]).features)
+def test_a_file_is_waited_for_until_its_lock_is_free(target, tmp_path):
+    reader = engine_reader(target, (1,), folder=tmp_path, seconds=0.1)
+    torch.testing.assert_close(reader.read([[5, 7]]).features, TargetReader(target, ()).read([[5, 7]]).features)
 
 
-def test_an_engine_with_a_different_model_or_numbering_is_refused(deep, tmp_path):
+def test_an_engine_with_a_different_model_or_numbering_is_refused(target, tmp_path):
     """As one that counts layers from 0 would be."""
-    other = tiny_target(seed=1, num_hidden_layers=4)
+    other = tiny_target(seed=1)
     with pytest.raises(ValueError, match=r"vLLM's features of a short text are not the target's \(relative distance"):
-        engine_reader(deep, (), folder=tmp_path, model=other)
+        engine_reader(target, (), folder=tmp_path, model=other)
     with pytest.raises(ValueError, match="vLLM's layers of a short text are not the target's"):
-        EngineReader(deep, (1,), lambda written: NaiveEngine(deep, tmp_path, (written[0] + 1, written[1])))
+        EngineReader(target, (1,), lambda written: NaiveEngine(target, tmp_path, (written[0] + 1, written[1])))
 
 
 def test_a_target_whose_features_no_module_gives_is_refused(monkeypatch):
