@@ -31,17 +31,12 @@ def eagle3(
     ids: Tensor | None = SOME, dtype: torch.dtype = torch.float16, layers: tuple[str, ...] = ("midlayer",)
 ) -> dict[str, Tensor]:
     """Random weights under the names of cnets.py; None is the whole vocabulary."""
-    shapes = {
-        "fc.weight": (D, 3 * D),
-        "norm.weight": (D,),
-        "lm_head.weight": (VOCABULARY if ids is None else len(ids), D),
-    }
+    proposed = range(VOCABULARY) if ids is None else ids.tolist()
+    shapes = {"fc.weight": (D, 3 * D), "norm.weight": (D,), "lm_head.weight": (len(proposed), D)}
     shapes |= {f"{layer}.{name}": shape for layer in layers for name, shape in MIDLAYER.items()}
-    if ids is None:
-        return _random(shapes, dtype)
-    marks = torch.tensor([token in ids for token in range(VOCABULARY)])
-    offsets = torch.tensor([token - row for row, token in enumerate(ids.tolist())])
-    return _random(shapes, dtype) | {"d2t": offsets, "t2d": marks}
+    marks = torch.tensor([token in proposed for token in range(VOCABULARY)])
+    offsets = torch.tensor([token - row for row, token in enumerate(proposed)])
+    return _random(shapes, dtype) | ({} if ids is None else {"d2t": offsets, "t2d": marks})
 
 
 def _random(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:

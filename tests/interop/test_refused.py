@@ -86,21 +86,21 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
     refused(run, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *options)
 
 
-def cut_off(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-9])
-
-
-def point_to_lfs(file: Path) -> None:
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n")
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "file", "damage", "words"),
     [
         ("safetensors", "config.json", Path.unlink, "No such file or directory: "),
-        ("safetensors", "model.safetensors", cut_off, "model.safetensors is damaged: "),
+        (
+            "safetensors",
+            "model*",
+            lambda file: file.write_bytes(file.read_bytes()[:-9]),
+            "model.safetensors is damaged",
+        ),
         ("safetensors shards", "model-00001-*", Path.unlink, "No such file or directory: "),
-        ("bin", "*.bin", point_to_lfs, "is a Git LFS pointer, and not the tensors: run git lfs pull"),
+        ("bin", "*.bin", lambda file: file.write_text(LFS), "is a Git LFS pointer, and not the tensors: run git lfs"),
         ("bin", "*.bin", partial(torch.save, {"fc.weight": Code()}), "bin is not loaded, as it holds more than plain"),
         ("bin", "*.bin", partial(torch.save, [1, 2]), "pytorch_model.bin is not a table of names and tensors"),
     ],

@@ -122,8 +122,6 @@ FIT = {
         "precision": "32-true",
         "max_steps": 1,
         "val_check_interval": 1,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
         "callbacks": [
             {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 2}},
             {"class_path": "poss_lightning.training.callbacks.DraftFolders"},

@@ -90,7 +90,6 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind", "kv")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own)
         assert count_parameters(config) == len(config.allocation) * layer + around
-        assert config.layers == (2, 16, 29)
         check_reach(config)
         assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
 
