@@ -19,7 +19,7 @@ MIDLAYER = SHAPES | {f"self_attn.{name}_proj.weight": (rows, 2 * D) for name, ro
 MIDLAYER |= {"input_layernorm.weight": (D,), "hidden_norm.weight": (D,)}
 
 
-def eagle(layers: int = 1, bias: bool = True, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+def eagle(layers: int = 1, bias: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random weights under the names of cnets1.py."""
     shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
     return _random(

@@ -23,13 +23,7 @@ SPEED = USUAL | {"allocation": (1, 3, 4), "depth": 8, "kv": "shared", "vocabular
 FILES = [  # how it is read, its tensors, its keys, how it is stored; and our config of it
     ("eagle", eagle(), {"rope_theta": 50.0}, "safetensors", {"allocation": (6,), "depth": 1, "rope_theta": 50.0}),
     ("eagle --allocation=[4]", eagle(1, False, torch.bfloat16), {}, "bin", {"allocation": (4,), "depth": 1}),
-    (
-        "hass",
-        eagle(dtype=torch.float32),
-        {"rms_norm_eps": 0.1},
-        "safetensors shards",
-        {"allocation": (6,), "depth": 3, "norm_eps": 0.1},
-    ),
+    ("hass", eagle(), {"rms_norm_eps": 0.1}, "safetensors shards", {"allocation": (6,), "depth": 3, "norm_eps": 0.1}),
     ("poss --allocation=[2,2,3]", eagle(3), {}, "bin shards", {"allocation": (2, 2, 3), "depth": 7}),
     ("eagle3", eagle3(), {KEY: len(SOME)}, "safetensors", USUAL | {"vocabulary_size": len(SOME)}),
     ("eagle3", eagle3(None, torch.bfloat16), {KEY: VOCABULARY}, "bin", USUAL),
@@ -79,7 +73,7 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     model = tiny_model(tie_word_embeddings=tied).bfloat16()
     for part in (model, tiny_tokenizer()):
         part.save_pretrained(tmp_path / "target")
-    tensors = eagle(dtype=torch.float32)
+    tensors = eagle()
     tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().float()
     head = {"lm_head.weight": model.get_output_embeddings().weight.detach().float().clone()}
     put(tmp_path / "theirs", tensors | head)

@@ -28,10 +28,6 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 ASKING = {"--help", "--version"}
 
 
-def page(name: str) -> str:
-    return (ROOT / "docs" / name).read_text()
-
-
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Callable[[str], Path]:
     """Fills the current folder with conf/ and experiments/ of the checkout, and the files that a text shows."""
@@ -142,7 +138,7 @@ SMALL = {  # appended to a command's own options, so these win
 def test_the_worked_examples_run(desk, tiny_folder, capsys):
     """Page by page, in one folder: every command of their shell blocks, in order."""
     for name in ("own-target.md", "experiments.md", "extending.md"):
-        text = page(name)
+        text = (ROOT / "docs" / name).read_text()
         here = desk(text)
         (here / "small.yaml").write_text(yaml.safe_dump(FIT))
         for file in sweeps(text):  # its reference alone, and one seed
@@ -187,6 +183,7 @@ def test_the_python_of_a_document_runs(document, desk, tiny_folder, target, tmp_
 
 
 def test_the_family_of_the_worked_example_is_tested():
-    (example,) = [block.text for block in blocks(page("extending.md"), "python") if "FAMILIES" in block.text]
+    text = (ROOT / "docs/extending.md").read_text()
+    (example,) = [block.text for block in blocks(text, "python") if "FAMILIES" in block.text]
     exec(example, given := {})
     assert given["FAMILIES"].items() <= families.FAMILIES.items()
