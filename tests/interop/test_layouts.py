@@ -90,7 +90,6 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
         (torch.bfloat16, torch.float16, True),
         (torch.float16, torch.bfloat16, False),
     ],
-    ids=str,
 )
 def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, accepted):
     """The target's, in float32, went through a different dtype before it was stored; one bit more is too much."""

@@ -35,12 +35,8 @@ def write(folder: Path, name: str, target: Target, kind: str = "safetensors", **
     return folder
 
 
-def blocks(**changes: object) -> dict:
-    return {"dflash_config": STATED["dflash_config"] | changes}
-
-
 UP = "layers.1.mlp.up_proj.weight"
-SLIDING = {"layer_types": ["sliding_attention"], "sliding_window": 9}
+BLOCK = {"target_layer_ids": [1], "mask_token_id": 3}
 POSS = "poss --allocation=[2,2,2]"
 WRONG = [  # a file, how it is converted, and what is wrong with it
     (POSS, {UP: None}, f"does not fit --input_format poss: {UP} is missing"),
@@ -61,10 +57,10 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("speculators", speculators.layer(num_hidden_layers=2), "config.num_hidden_layers is 2; a draft of ours has 1"),
     ("speculators", speculators.layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
-    ("dflash", blocks(mask_token_id=None), "mask_token_id is None"),
-    ("dflash", blocks(use_swa=True), "use_swa is True; a draft of ours does not have it"),
+    ("dflash", {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is None"),
+    ("dflash", {"dflash_config": BLOCK | {"use_swa": True}}, "use_swa is True; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
-    ("dflash", SLIDING, "layer_types is 'sliding_attention'"),
+    ("dflash", {"layer_types": ["sliding_attention"], "sliding_window": 9}, "layer_types is 'sliding_attention'"),
     ("poss", {}, "it has 3 layers, and does not state how many positions each"),
     ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation [3, 3] is of 2 special"),
     ("poss --input_format=eagle", {}, "if they are specialists, say --input_format poss"),
@@ -86,9 +82,6 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
     refused(run, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *options)
 
 
-LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-
-
 @pytest.mark.parametrize(
     ("kind", "file", "damage", "words"),
     [
@@ -100,7 +93,12 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
             "model.safetensors is damaged",
         ),
         ("safetensors shards", "model-00001-*", Path.unlink, "No such file or directory: "),
-        ("bin", "*.bin", lambda file: file.write_text(LFS), "is a Git LFS pointer, and not the tensors: run git lfs"),
+        (
+            "bin",
+            "*.bin",
+            lambda file: file.write_text("version https://git-lfs.github.com/"),
+            "is a Git LFS pointer, and not",
+        ),
         ("bin", "*.bin", partial(torch.save, {"fc.weight": Code()}), "bin is not loaded, as it holds more than plain"),
         ("bin", "*.bin", partial(torch.save, [1, 2]), "pytorch_model.bin is not a table of names and tensors"),
     ],

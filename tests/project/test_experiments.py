@@ -16,16 +16,14 @@ from poss_lightning.reports.findings import find, not_comparable
 from poss_lightning.sweep import Sweep
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-SWEEPS = sorted(file.parent for file in EXPERIMENTS.rglob("sweep.yaml"))
-FIRST = EXPERIMENTS / "scratch"  # the only one that is tried by default
+SWEEPS = [file.parent.relative_to(EXPERIMENTS) for file in sorted(EXPERIMENTS.rglob("sweep.yaml"))]
 
 
 @pytest.mark.parametrize(
-    "folder",
-    [pytest.param(each, marks=() if each == FIRST else pytest.mark.nightly) for each in SWEEPS],
-    ids=[str(each.relative_to(EXPERIMENTS)) for each in SWEEPS],
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each.name != "scratch")) for each in SWEEPS], ids=str
 )
-def test_the_records_of_a_sweep_have_its_settings(folder):
+def test_the_records_of_a_sweep_have_its_settings(name):
+    folder = EXPERIMENTS / name
     done = [cell for cell in Sweep.load(folder / "sweep.yaml").cells(folder) if cell.is_done]
     assert done and not any(cell.changed() for cell in done)
 
