@@ -12,6 +12,7 @@ from tests.support.layouts import SHAPES, VOCABULARY, D, read, stated
 
 FUSED = [2, 4, 5]  # layers of the target
 SOME = torch.arange(1, VOCABULARY, 3)  # a smaller vocabulary
+DEPTH = 6  # positions that are compared
 THREE = ("layers.0", "layers.1", "layers.2")
 # The names of eagle/model/cnets.py; its config.json has CONFIG's keys and the first of these (traineagle3/).
 KEY, FUSED_BY = "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"
@@ -22,9 +23,8 @@ MIDLAYER |= {"input_layernorm.weight": (D,), "hidden_norm.weight": (D,)}
 def eagle(layers: int = 1, bias: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Random weights under the names of cnets1.py."""
     shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
-    return _random(
-        shapes | {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}, dtype
-    )
+    shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}
+    return _random(shapes, dtype)
 
 
 def eagle3(
@@ -44,21 +44,21 @@ def _random(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str,
     return {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
 
 
-def agree(folder: Path, draft: Specialists, target: Target, config: dict | None = None, depth: int = 6) -> None:
+def agree(folder: Path, draft: Specialists, target: Target, config: dict | None = None) -> None:
     """What ours drafts from a prompt of 5 slots is what the twin of a published folder does: features, EAGLE-3 logits.
 
     Args:
         config: the keys of its config.json, where they are not as EAGLE publishes them.
     """
     generator, inner = torch.Generator().manual_seed(0), draft.config.reads_inner_layers
-    tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
+    tokens = torch.randint(VOCABULARY, (4 + DEPTH,), generator=generator)
     outputs = torch.randn(5, draft.fc.in_features if inner else D, generator=generator)
     make, runs = naive.PublishedEagle3, draft.config.allocation
     if not inner:
         make, runs = naive.PublishedDraft, runs[0]
     twin = make(read(folder), config or stated(folder), runs)
-    expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, depth))
-    ours = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, depth))
+    expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, DEPTH))
+    ours = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, DEPTH))
     if inner:
         embed_head, features = target.embed_head.restrict(draft.vocabulary), ours
         ours = torch.full_like(expected, -torch.inf)  # (K, V)
