@@ -12,6 +12,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
 from poss_lightning.interop.layouts import LAYOUTS, METHODS
 from poss_lightning.interop.tensors import check_frozen
+from poss_lightning.target.model import Target
 from tests.interop.published import FUSED, FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
 from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, put, read, same, stated
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
@@ -70,7 +71,7 @@ def test_a_scale_goes_into_the_weights_to_the_bit(convert, target, tmp_path, pow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, tmp_path, tied):
     """The target is stored in bfloat16, the draft in float32; the target's tensors are recognised and not kept."""
-    model = tiny_model(tie_word_embeddings=tied).bfloat16()
+    model = tiny_model(num_hidden_layers=8, tie_word_embeddings=tied).bfloat16()
     for part in (model, tiny_tokenizer()):
         part.save_pretrained(tmp_path / "target")
     tensors = eagle()
@@ -81,6 +82,10 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
     convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle", target=tmp_path / "target")
     assert same(read(tmp_path / "back"), tensors)
     assert stated(tmp_path / "back")["tie_word_embeddings"] is tied
+    own = tiny_draft(Target.load(str(tmp_path / "target"), None, "cpu"), [6], kind="eagle3")
+    own.save_pretrained(tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "untied", "--output_format", "eagle3", target=tmp_path / "target")
+    assert not stated(tmp_path / "untied")["tie_word_embeddings"]  # its head is its own
 
 
 @pytest.mark.parametrize(
