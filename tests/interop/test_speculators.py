@@ -84,12 +84,10 @@ def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_pa
         ({"speculators_config": SAMPLED | {"default_proposal_method": "sample"}}, (), {"allocation": (3,)}),
         ({}, ("--allocation", [4]), {"allocation": (4,)}),
         ({"speculators_config": None}, (), {"allocation": (7,)}),
-        (layer(sliding_window=16), (), {"window": None}),  # as vLLM reads it
+        (layer(sliding_window=16), (), {"window": None}),  # without layer_types
     ],
 )
-def test_the_allocation_is_what_an_engine_drafts_and_a_window_that_of_its_layers(
-    convert, deep, tmp_path, changes, given, own
-):
+def test_allocation_and_window_are_read_as_vllm_reads_them(convert, deep, tmp_path, changes, given, own):
     folder = write(tmp_path / "theirs", deep, changes)
     convert(folder, tmp_path / "ours", "--input_format", "speculators", *given)
     config = Specialists.from_pretrained(tmp_path / "ours").config
