@@ -5,19 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.settings import parse_config
 from tests.support.layouts import CONFIG, VOCABULARY, put, read, same
 from tests.support.tiny import tiny_draft
 
-NAMES = {  # theirs -> ours; of each layer the second part
-    "fc.weight": "fc.weight",
-    "hidden_norm.weight": "context_norm.weight",
-    "norm.weight": "norm.weight",
-}
-LAYER = {
+LAYER = {  # theirs -> ours
     "input_layernorm": "input_norm",
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
@@ -25,9 +22,8 @@ LAYER = {
     **{f"self_attn.{name}_proj": f"{name}_proj" for name in "qkvo"},
     **{f"mlp.{name}_proj": f"{name}_proj" for name in ("gate", "up", "down")},
 }
-NAMES |= {
-    f"layers.{i}.{theirs}.weight": f"layers.{i}.{ours}.weight" for i in range(2) for theirs, ours in LAYER.items()
-}
+NAMES = {"fc": "fc", "hidden_norm": "context_norm", "norm": "norm"}
+NAMES |= {f"layers.{i}.{theirs}": f"layers.{i}.{ours}" for i in range(2) for theirs, ours in LAYER.items()}
 STATED = {
     "model_type": "qwen3",
     "head_dim": 8,
@@ -39,34 +35,36 @@ STATED = {
 }
 
 
-def random_file(deep):
+def dflash(deep) -> dict[str, Tensor]:
+    """Random weights under the published names."""
     draft = tiny_draft(deep, [5], kind="block", block_layers=2)
-    return {theirs: draft.state_dict()[ours] for theirs, ours in NAMES.items()}
+    return {f"{theirs}.weight": draft.state_dict()[f"{ours}.weight"] for theirs, ours in NAMES.items()}
 
 
 def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp_path, capsys):
-    tensors = random_file(deep)
+    tensors = dflash(deep)
     convert(put(tmp_path / "theirs", tensors, **STATED), tmp_path / "ours", "--input_format", "dflash")
     ours = Specialists.from_pretrained(tmp_path / "ours")
-    config = ours.config
-    assert (config.kind, config.allocation, config.depth, config.block_layers) == ("block", (5,), 5, 2)
-    assert (config.layers, config.mask_row) == ((2, 4, 5), 319)
+    own = {"kind": "block", "allocation": (5,), "depth": 5, "block_layers": 2, "detach": False}
+    given = {"inner_layers": (2, 4, 5), "mask_token": 319}
+    assert ours.config == DraftConfig(target=ours.config.target, **own, **given)
     assert torch.equal(ours.mask, deep.embed_head.embedding[319])
-    assert all(torch.equal(ours.state_dict()[NAMES[theirs]], tensor) for theirs, tensor in tensors.items())
-    convert(tmp_path / "ours", tmp_path / "back", "--output_format", "dflash")
-    assert "dflash" in capsys.readouterr().out
-    assert same(read(tmp_path / "back"), tensors)
-    stated = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert {name: stated[name] for name in STATED} == STATED
-    assert stated["architectures"] == ["DFlashDraftModel"]
+    for theirs, name in NAMES.items():
+        assert torch.equal(ours.state_dict()[f"{name}.weight"], tensors[f"{theirs}.weight"])
+    for output in ("dflash", "vllm"):
+        convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
+        assert "reads the outputs of target layers [2, 4, 5]" in capsys.readouterr().out
+        assert same(read(tmp_path / output), tensors)
+        stated = json.loads((tmp_path / output / "config.json").read_text())
+        assert {name: stated[name] for name in STATED} == STATED
+        assert stated["architectures"] == ["DFlashDraftModel"]
 
 
 @pytest.mark.parametrize(
     "given",
     [
         STATED["dflash_config"] | {"dflash_config": None},
-        {"mask_token_id": 3, "input_embedding_scale": 1.0, "output_multiplier": 1, "final_logit_softcapping": 30.0},
-        {"dflash_config": STATED["dflash_config"] | {"use_aux_hidden_state": True, "projector_type": "dflash"}},
+        {"mask_token_id": 3, "input_embedding_scale": 1.0, "projector_type": "dflash", "final_logit_softcapping": 30.0},
     ],
     ids=str,
 )
@@ -77,14 +75,3 @@ def test_settings_may_lie_on_the_top_level_and_say_what_is_so_anyway(deep, given
         parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, VOCABULARY, 2) for each in ({}, given)
     )
     assert plain == other and plain.mask_row == 319
-
-
-def test_ours_comes_back_with_its_scale_in_fc(convert, deep, tmp_path):
-    draft = tiny_draft(deep, [3], kind="block")
-    draft.scale.copy_(torch.rand(draft.scale.shape) + 0.5)
-    draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "vllm", "--output_format", "vllm")  # as they read DFlash's
-    convert(tmp_path / "vllm", tmp_path / "back", "--input_format", "dflash")
-    back = Specialists.from_pretrained(tmp_path / "back")
-    torch.testing.assert_close(back.fc.weight, draft.fc.weight * draft.scale)
-    assert back.config.layers == draft.config.layers == (2, 4, 5)

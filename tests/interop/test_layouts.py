@@ -1,130 +1,91 @@
 """Published layouts: a file drafts as its authors compute it and comes back bit for bit; engines find every key."""
 
+import json
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop import settings
-from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.layouts import LAYOUTS, METHODS
 from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
-from tests.support import naive
-from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, D, put, read, same, stated
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.interop.published import FUSED, FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
+from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, put, read, same, stated
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+
+# --- theirs -> ours -> theirs ---
+
+USUAL = {"kind": "eagle3", "detach": False, "allocation": (7,), "depth": 7}
+SPEED = USUAL | {"allocation": (1, 3, 4), "depth": 8, "kv": "shared", "vocabulary_size": len(SOME)}
+FILES = [  # how it is read, its tensors, its keys, how it is stored; and our config of it
+    ("eagle", eagle(), {"rope_theta": 50.0}, "safetensors", {"allocation": (6,), "depth": 1, "rope_theta": 50.0}),
+    ("eagle --allocation=[4]", eagle(1, False, torch.bfloat16), {}, "bin", {"allocation": (4,), "depth": 1}),
+    ("hass", eagle(), {"rms_norm_eps": 0.1}, "safetensors shards", {"allocation": (6,), "depth": 3, "norm_eps": 0.1}),
+    ("poss --allocation=[2,2,3]", eagle(3), {}, "bin shards", {"allocation": (2, 2, 3), "depth": 7}),
+    ("eagle3", eagle3(), {KEY: len(SOME)}, "safetensors", USUAL | {"vocabulary_size": len(SOME)}),
+    ("eagle3", eagle3(None, torch.bfloat16), {KEY: VOCABULARY}, "bin", USUAL),
+    ("speed --allocation=[1,3,4]", eagle3(layers=THREE), {KEY: len(SOME), "num_hidden_layers": 3}, "bin", SPEED),
+]
 
 
-def published(target: Target, layers: int, bias: bool = True, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """Random weights under the names of cnets1.py, with the target's embedding."""
-    generator = torch.Generator().manual_seed(layers)
-    shapes = {"fc.weight": (D, 2 * D)} | ({"fc.bias": (D,)} if bias else {})
-    shapes |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in SHAPES.items()}
-    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    tensors["embed_tokens.weight"] = target.embed_head.embedding
-    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
-
-
-def agree(folder: Path, draft: Specialists, target: Target, depth: int = 6) -> None:
-    """What ours drafts from a prompt of 5 slots is what the twin of a published folder does."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (4 + depth,), generator=generator)
-    features = torch.randn(5, D, generator=generator)
-    twin = naive.PublishedDraft(read(folder), stated(folder), draft.config.allocation[0])
-    expected = twin.chain(target.embed_head.embedding, tokens, features, depth)
-    unknown = torch.full((depth - 1, D), torch.nan)  # features of drafted slots are not read
-    ours = naive.chain(draft, target.embed_head.embed(tokens), torch.cat([features, unknown]), 4, depth)
-    torch.testing.assert_close(torch.stack(ours), torch.stack(expected), rtol=1e-4, atol=1e-5)
-
-
-# --- theirs -> ours -> theirs, and ours -> theirs -> ours ---
-
-
-@pytest.mark.parametrize(
-    ("name", "allocation", "changes", "dtype", "kind"),
-    [
-        ("eagle", None, {"rope_theta": 50.0}, torch.float16, "safetensors"),
-        ("eagle", [4], {"bias": False}, torch.bfloat16, "bin"),
-        ("hass", None, {"rms_norm_eps": 0.1}, torch.float32, "safetensors shards"),
-        ("poss", [2, 2, 2], {}, torch.float32, "bin shards"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "tensors", "keys", "kind", "own"), FILES)
 def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
-    convert, target, tmp_path, name, allocation, changes, dtype, kind
+    convert, deep, tmp_path, arguments, tensors, keys, kind, own
 ):
-    bias = changes.get("bias", True)
-    tensors = published(target, len(allocation or [6]), bias, dtype)
-    theirs = put(tmp_path / "theirs", tensors, kind, **changes)
-    convert(theirs, tmp_path / "ours", "--input_format", name, *(["--allocation", allocation] if allocation else []))
-    convert(tmp_path / "ours", tmp_path / "back", f"--output_format={'poss' if name == 'poss' else 'eagle'}")
-    assert same(read(tmp_path / "back"), tensors)
-    back, expected = stated(tmp_path / "back"), CONFIG | changes
-    free = {"max_position_embeddings", "torch_dtype"}  # the target's, and the tensors'
-    assert all(back[key] == expected[key] for key in (back.keys() & expected.keys()) - free)
-    assert back.get("bias", True) is bias  # EAGLE's reader builds fc by it
-
+    name, dtype = arguments.split()[0], tensors["fc.weight"].dtype
+    embedding = {"embed_tokens.weight": deep.embed_head.embedding.to(dtype)}
+    theirs = put(tmp_path / "theirs", tensors | embedding, kind, **keys)
+    convert(theirs, tmp_path / "ours", "--input_format", *arguments.split())
+    convert(tmp_path / "ours", tmp_path / "back", "--output_format", {"hass": "eagle", "speed": "vllm"}.get(name, name))
     draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
-    assert draft.config.allocation == tuple(allocation or [6])
-    assert draft.config.depth == {"eagle": 1, "hass": 3, "poss": sum(allocation or [])}[name]
-    assert (draft.config.rope_theta, draft.config.norm_eps) == (changes.get("rope_theta"), changes.get("rms_norm_eps"))
-    assert {tensor.dtype for key, tensor in stored.items() if key != "scale"} == {dtype}
-    assert not any(VOCABULARY in tensor.shape for tensor in stored.values())
-    agree(tmp_path / "back", draft, target)
+    assert draft.config == DraftConfig(target=draft.config.target, **own)
+    assert {tensor.dtype for key, tensor in stored.items() if key not in ("scale", "vocabulary")} == {dtype}
+    kept = embedding if draft.config.kind == "eagle2" else {}  # readers of EAGLE-3's take the embedding from the target
+    assert same(read(tmp_path / "back"), tensors | kept)
+    back, expected = stated(tmp_path / "back"), CONFIG | keys
+    free = {"max_position_embeddings", "torch_dtype", "architectures"}  # the target's, the tensors', and a reader's
+    assert all(back[key] == expected[key] for key in (back.keys() & expected.keys()) - free)
+    assert back.get("bias", True) is ("fc.bias" in tensors)  # EAGLE's reader builds fc by it
+    agree(tmp_path / "back", draft, deep)
 
 
-def test_a_draft_comes_back_but_for_what_only_training_knows(convert, target, tmp_path):
-    draft = tiny_draft(target, [2, 2, 2], intermediate_size=40, depth=8, detach=False)
-    torch.nn.init.normal_(draft.fc.bias)
-    draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "poss")
-    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "poss", "--allocation", [2, 2, 2])
-    assert same(read(tmp_path / "back"), read(tmp_path / "ours"))
-    back = Specialists.from_pretrained(tmp_path / "back").config
-    assert back.target.difference(target.spec) is None
-    assert back == replace(draft.config, target=back.target, depth=6, detach=True)
-
-
-def test_a_scale_of_powers_of_two_goes_into_the_weights_to_the_bit(convert, target, tmp_path):
-    draft = tiny_draft(target, [6])
-    draft.scale.copy_(2.0 ** torch.randint(-6, 6, (2 * D,), generator=torch.Generator().manual_seed(0)))
-    draft.save_pretrained(tmp_path / "ours")
-    convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
-    convert(tmp_path / "theirs", tmp_path / "back", "--input_format", "eagle")
-    back, some = Specialists.from_pretrained(tmp_path / "back"), torch.randn(2, 1, 9, D)
-    assert (back.scale == 1).all() and torch.equal(back.join(*some), draft.join(*some))
-
-
-def test_a_draft_of_16_bits_loses_nothing_by_its_scale(convert, target, tmp_path):
+@pytest.mark.parametrize(("powers_of_two", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_scale_goes_into_the_weights_to_the_bit(convert, target, tmp_path, powers_of_two, dtype):
     """Products of two numbers of 16 bits are exact in float32; rounded again, vLLM would draft other tokens."""
     draft = tiny_draft(target, [6])
-    draft.scale.uniform_(0.5, 2)
-    draft.fc.bias.data.zero_()
+    draft.scale.uniform_(0.5, 6)
+    if powers_of_two:
+        draft.scale.copy_(2.0 ** draft.scale.round())
     draft.bfloat16().save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
     written = read(tmp_path / "theirs")
-    assert torch.equal(written["fc.weight"].double(), draft.fc.weight.double() * draft.scale.double())
-    assert {tensor.dtype for name, tensor in written.items() if name != "fc.weight"} == {torch.bfloat16}
+    weight = written.pop("fc.weight")
+    assert weight.dtype == dtype and {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    assert torch.equal(weight.double(), draft.fc.weight.double() * draft.scale.double())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, tmp_path, tied):
     """The target is stored in bfloat16, the draft in float32; the target's tensors are recognised and not kept."""
-    model = tiny_model(tie_word_embeddings=tied).bfloat16()
+    model = tiny_model(num_hidden_layers=8, tie_word_embeddings=tied).bfloat16()
     for part in (model, tiny_tokenizer()):
         part.save_pretrained(tmp_path / "target")
-    tensors = published(tiny_target(), 1, dtype=torch.float32)
-    tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.float()
-    head = {"lm_head.weight": model.get_output_embeddings().weight.detach().float()}
-    put(tmp_path / "theirs", tensors | {name: tensor.clone() for name, tensor in head.items()})
+    tensors = eagle()
+    tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().float()
+    head = {"lm_head.weight": model.get_output_embeddings().weight.detach().float().clone()}
+    put(tmp_path / "theirs", tensors | head)
     convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle", target=tmp_path / "target")
     convert(tmp_path / "ours", tmp_path / "back", "--output_format", "eagle", target=tmp_path / "target")
     assert same(read(tmp_path / "back"), tensors)
     assert stated(tmp_path / "back")["tie_word_embeddings"] is tied
+    own = tiny_draft(Target.load(str(tmp_path / "target"), None, "cpu"), [6], kind="eagle3")
+    own.save_pretrained(tmp_path / "own")
+    convert(tmp_path / "own", tmp_path / "untied", "--output_format", "eagle3", target=tmp_path / "target")
+    assert not stated(tmp_path / "untied")["tie_word_embeddings"]  # its head is its own
 
 
 @pytest.mark.parametrize(
@@ -134,12 +95,10 @@ def test_a_head_and_an_embedding_are_checked_in_the_targets_own_dtype(convert, t
         (torch.bfloat16, torch.float16, True),
         (torch.float16, torch.bfloat16, False),
     ],
-    ids=str,
 )
 def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, stored, between, accepted):
     """The target's, in float32, went through a different dtype before it was stored; one bit more is too much."""
-    own = target.embed_head.embedding
-    theirs = own.to(between).to(stored)
+    theirs = target.embed_head.embedding.to(between).to(stored)
     for tensor, fits in ((theirs, accepted), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
         with nullcontext() if fits else pytest.raises(ValueError, match="rows differ by more than the rounding"):
             check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"])
@@ -150,62 +109,92 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
     left_out = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "rms_norm_eps", "hidden_act")}
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     mrope = CONFIG | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
-    for given in (left_out, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, left_out | rope, mrope):
+    for given in (left_out | rope, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, mrope):
         config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY)
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
 
 # --- engines ---
 
-LAYER = {f"layers.0.{name}" for name in SHAPES}
+EAGLE = {"fc.weight"} | {f"layers.0.{name}" for name in SHAPES}
 ATTENTION = {f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo"}
-
-# What their code asks for, read in vllm 0.33.0 (model_executor/models/llama_eagle.py and llama.py, transformers_utils/
-# configs/eagle.py) and sglang 0.5.23 (srt/models/llama_eagle.py and llama.py). None: the key must not be there.
-ENGINES = {
-    "vllm": (
-        {"fc.weight"} | LAYER | ATTENTION,  # fc has no bias, and a file's is dropped; no embedding, so the target's
-        {"architectures": ["LlamaForCausalLM"], "attention_bias": True},  # becomes EagleLlamaForCausalLM
-    ),
-    "sglang": (
-        {"fc.weight", "fc.bias"} | LAYER,  # fc always has a bias, at random where the file has none
-        {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": None, "bias": None},  # both are attention's
-    ),
+OWN_HEAD = {"fc.weight", "norm.weight", "lm_head.weight"}
+EAGLE3 = OWN_HEAD | {f"midlayer.{name}" for name in MIDLAYER}
+MAPS = {"d2t", "t2d"}
+NUMBERED, NUMBERED3 = ({f"{layer}.{name}" for layer in THREE for name in within} for within in (SHAPES, MIDLAYER))
+EAGLE3_KEYS = {
+    KEY: len(SOME),
+    "architectures": ["LlamaForCausalLMEagle3"],  # registered by both; vLLM leaves a name that ends so as it is
+    "tie_word_embeddings": False,  # else SGLang takes the embedding for the head
+    "bias": False,  # SGLang's fc has one where this is true; attention in both
+    "attention_bias": None,
+    "norm_before_residual": None,  # vLLM: the residual continues from h itself
+    "norm_output": None,  # both: the output is fed back before the norm, or after it where this is true
+    "norm_before_fc": None,
+    "fc_norm": None,  # both: a norm for each fused layer where this is true
+    "target_hidden_size": None,  # else hidden_size
+    "num_aux_hidden_states": None,  # else 3
+    "eagle_config": None,  # else layers 2, half, and all less 3, as counted here; vLLM and SGLang count it differently
+    FUSED_BY: None,
+    "logit_scale": None,
 }
+PLUGIN = {"architectures": ["PossForCausalLM"], FUSED_BY: []}
+# What their code asks for, read in vllm 0.33.0 (model_executor/models/llama_eagle.py, llama_eagle3.py and llama.py,
+# transformers_utils/configs/eagle.py, v1/worker/gpu_model_runner.py) and sglang 0.5.23 (srt/models/llama_eagle.py,
+# llama_eagle3.py and llama.py, srt/model_executor/model_runner_components/spec_aux_hidden_state.py). None: the key must
+# not be there.
+ENGINES = [  # an engine and a draft; the tensors and keys
+    # fc has no bias, and a file's is dropped; no embedding, so the target's; becomes EagleLlamaForCausalLM
+    ("vllm", [8], {}, EAGLE | ATTENTION, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}),
+    ("vllm", [8], {}, EAGLE, {"architectures": ["LlamaForCausalLM"], "attention_bias": None, "bias": False}),
+    # fc always has a bias, at random where the file has none; both keys are attention's
+    ("sglang", [8], {}, EAGLE | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"], "bias": None}),
+    ("vllm", [8], {"kind": "eagle3", "vocabulary": SOME}, EAGLE3 | MAPS, EAGLE3_KEYS),
+    ("sglang", [8], {"kind": "eagle3", "vocabulary": SOME}, EAGLE3 | MAPS, EAGLE3_KEYS),
+    # a vocabulary of all tokens is none: vLLM has no parameter for its d2t, and stops
+    ("vllm", [8], {"kind": "eagle3", "vocabulary": torch.arange(VOCABULARY)}, EAGLE3, EAGLE3_KEYS | {KEY: VOCABULARY}),
+    # our plugin loads any draft, whole
+    ("vllm", [2, 2, 2], {}, NUMBERED | {"fc.weight", "fc.bias"}, PLUGIN | {"num_hidden_layers": 3}),
+    ("vllm", [6], {"vocabulary": SOME}, EAGLE | MAPS | {"fc.bias", "lm_head.weight"}, PLUGIN | {KEY: len(SOME)}),
+    (
+        "vllm",
+        [2, 1, 3],
+        {"kind": "eagle3", "kv": "shared", "vocabulary": SOME, "norm_before_fc": True},
+        NUMBERED3 | OWN_HEAD | MAPS | {"input_norm.weight"},
+        PLUGIN | {"num_hidden_layers": 3, KEY: len(SOME), FUSED_BY: FUSED, "norm_before_fc": True, "bias": False},
+    ),
+]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_engines_find_each_key_and_compute_the_same(convert, target, tmp_path, engine):
-    draft = tiny_draft(target, [6])
+@pytest.mark.parametrize(("engine", "allocation", "options", "tensors", "keys"), ENGINES)
+def test_engines_find_each_key_and_compute_the_same(
+    convert, deep, tmp_path, capsys, engine, allocation, options, tensors, keys
+):
+    draft = tiny_draft(deep, allocation, **options)
     draft.scale.uniform_(0.5, 2)
-    torch.nn.init.normal_(draft.fc.bias)
+    if tensors >= ATTENTION:  # else it is zero
+        torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
-    names, keys = ENGINES[engine]
-    assert read(tmp_path / "theirs").keys() == names
-    config = stated(tmp_path / "theirs")
-    assert {key: config.get(key) for key in BOTH | keys} == BOTH | keys
+    method = METHODS[draft.config.kind]
+    printed = {"vllm": f'"method": "{method}"', "sglang": f"--speculative-algorithm {method.upper()} "}
+    assert printed[engine] in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"config.json", "model.safetensors"}
+    assert read(tmp_path / "theirs").keys() == tensors
+    asked, given = BOTH | keys, stated(tmp_path / "theirs")
+    assert {key: given.get(key) for key in asked} == asked
+    assert given.keys() <= asked.keys() | {"rope_theta", "torch_dtype", settings.CONFIG_KEY}
     parsed = AutoConfig.from_pretrained(tmp_path / "theirs")  # as both read it
-    assert parsed.model_type == "llama" and parsed.rope_parameters["rope_theta"] == target.spec.rope_theta
-    agree(tmp_path / "theirs", draft, target)
+    assert parsed.model_type == "llama" and parsed.rope_parameters["rope_theta"] == deep.spec.rope_theta
+    if whole := getattr(parsed, settings.CONFIG_KEY, None):
+        assert DraftConfig.from_json(json.dumps(whole), "config.json") == draft.config
+    agree(tmp_path / "theirs", draft, deep)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_published_draft_without_a_bias_goes_to_engines(convert, target, tmp_path, engine):
-    put(tmp_path / "theirs", published(target, 1, bias=False), bias=False)
-    convert(tmp_path / "theirs", tmp_path / "served", "--input_format", "eagle", "--output_format", engine)
-    assert read(tmp_path / "served").keys() == ENGINES[engine][0] - ATTENTION
-    assert not stated(tmp_path / "served").get("attention_bias")
-
-
-def test_a_smaller_vocabulary_is_sglangs_token_map_and_one_of_all_tokens_is_none(convert, target, tmp_path, capsys):
-    for name, kept in (("some", torch.arange(0, VOCABULARY, 3)), ("all", torch.arange(VOCABULARY))):
-        tiny_draft(target, [6], vocabulary=kept).save_pretrained(tmp_path / name)
-    convert(tmp_path / "some", tmp_path / "mapped", "--output_format", "sglang")
-    stored = torch.load(tmp_path / "mapped" / "token_map.pt", weights_only=True)
-    assert stored == list(range(0, VOCABULARY, 3))
-    assert f"--speculative-token-map {tmp_path}/mapped/token_map.pt" in capsys.readouterr().out
-    for engine, (names, _) in ENGINES.items():
-        convert(tmp_path / "all", tmp_path / engine, "--output_format", engine)
-        assert read(tmp_path / engine).keys() <= names
-        assert not (tmp_path / engine / "token_map.pt").exists()
+def test_a_smaller_vocabulary_of_the_targets_head_is_its_rows_or_sglangs_token_map(convert, deep, tmp_path, capsys):
+    tiny_draft(deep, [6], vocabulary=SOME).save_pretrained(tmp_path / "ours")
+    for engine in ("vllm", "sglang"):
+        convert(tmp_path / "ours", tmp_path / engine, "--output_format", engine)
+    assert read(tmp_path / "vllm")["lm_head.weight"].equal(deep.embed_head.head[SOME])
+    assert torch.load(tmp_path / "sglang" / "token_map.pt", weights_only=True) == SOME.tolist()
+    assert f"--speculative-token-map {tmp_path}/sglang/token_map.pt" in capsys.readouterr().out

@@ -16,17 +16,14 @@ from poss_lightning.reports.findings import find, not_comparable
 from poss_lightning.sweep import Sweep
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-SWEEPS = sorted(file.parent for file in EXPERIMENTS.rglob("sweep.yaml"))
-FIRST = EXPERIMENTS / "scratch"  # the only one that is tried by default
-MOST_BYTES, MOST_FILES = 3_000_000, 130
+SWEEPS = [file.parent.relative_to(EXPERIMENTS) for file in sorted(EXPERIMENTS.rglob("sweep.yaml"))]
 
 
 @pytest.mark.parametrize(
-    "folder",
-    [pytest.param(each, marks=() if each == FIRST else pytest.mark.nightly) for each in SWEEPS],
-    ids=[str(each.relative_to(EXPERIMENTS)) for each in SWEEPS],
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] * (each.name != "scratch")) for each in SWEEPS], ids=str
 )
-def test_the_records_of_a_sweep_have_its_settings(folder):
+def test_the_records_of_a_sweep_have_its_settings(name):
+    folder = EXPERIMENTS / name
     done = [cell for cell in Sweep.load(folder / "sweep.yaml").cells(folder) if cell.is_done]
     assert done and not any(cell.changed() for cell in done)
 
@@ -40,15 +37,14 @@ def test_all_records_are_read_and_every_experiment_has_a_readme():
         baselines = {record.method for source in sources for record in source.records} & {"plain", "vllm"}
         assert find(folder, baseline=min(baselines, default="plain")).overall
         assert not not_comparable(sources) or folder.name in ("scale", "block"), folder
+    index = (EXPERIMENTS / "README.md").read_text().replace("[text that the target wrote]", "[data]")
     for folder in filter(Path.is_dir, EXPERIMENTS.iterdir()):
-        assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in (
-            EXPERIMENTS / "README.md"
-        ).read_text().replace("[text that the target wrote]", "[data]")
+        assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in index
 
 
 def test_experiments_stay_small():
     files = [file for file in EXPERIMENTS.rglob("*") if file.is_file() and not {"cells", "__pycache__"} & {*file.parts}]
-    assert len(files) <= MOST_FILES and sum(file.stat().st_size for file in files) <= MOST_BYTES
+    assert len(files) <= 130 and sum(file.stat().st_size for file in files) <= 3_000_000
     assert len((EXPERIMENTS / "LOG.md").read_text().splitlines()) <= 150
 
 

@@ -5,26 +5,23 @@ import json
 import re
 import runpy
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from poss_lightning.corpus.readers import Conversation
 from poss_lightning.evaluation.cells import pack
 from poss_lightning.features.writing import write_store
 from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS
 from tests.support.synthetic import make_records
-from tests.support.talks import SIZES
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 DEPTHS = range(1, DEPTH + 1)
 EVERY = sorted(NOTEBOOKS.glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w.])(/(home|root|work|tmp|Users|mnt|private)\b|[A-Z]:\\)")
-MOST = 1_000_000  # bytes of a committed notebook, figures included
 
 execute = runpy.run_path(str(NOTEBOOKS / "execute.py"))
 read, executed, stripped, text = (execute[name] for name in ("read", "executed", "stripped", "text"))
@@ -42,8 +39,7 @@ def given(tiny_folder, tmp_path_factory) -> dict:
             pack(folder / "sweep", choice, seed, {"run": {"methods": {choice: facts}}, "scalars": drift}, rows)
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
-    talk = [{"role": "user", "content": "How many legs?"}, {"role": "assistant", "content": "A horse has four legs."}]
-    write_store(folder / "store", target, [Conversation("talk/0", talk)], **SIZES)
+    write_store(folder / "store", target, talks()[:1], **SIZES)
     return {
         "TARGET": tiny_folder,
         "DRAFT": str(folder / "draft"),
@@ -58,21 +54,15 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     }
 
 
-@pytest.fixture
-def kernel_home(tmp_path, monkeypatch):
-    """Lets a kernel write its own files into the test's folder."""
-    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
-def test_a_notebook_runs(file, given, kernel_home):
+def test_a_notebook_runs(file, given, tmp_path, monkeypatch):
     """From its first cell to its last, with other parameters; and its output names no place of this machine."""
+    for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR"):  # where the kernel writes its own files
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = read(file)
-    names = assigned(parameters(notebook).source)
-    parameters(notebook).source = "\n".join(f"{name} = {given[name]!r}" for name in names)
+    parameters(notebook).source = "\n".join(f"{name} = {value!r}" for name, value in given.items())
     done = stripped(executed(notebook, NOTEBOOKS))
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert outputs and not ABSOLUTE.search(json.dumps(outputs))
@@ -85,29 +75,18 @@ def test_a_notebook_is_committed_stripped(file):
     notebook, committed = read(file), file.read_text(encoding="utf-8")
     assert text(stripped(notebook)) == committed, f"{file.name}: write it with notebooks/execute.py"
     assert not (found := ABSOLUTE.search(committed)), f"{file.name} names a place of one machine: {found}"
-    assert len(committed) < MOST
     assert parameters(notebook) is next(cell for cell in notebook.cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
 def test_what_a_notebook_imports_exists(file):
     code = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "code")
-    lines = ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE)))
-    for line in (line for line in lines if isinstance(line, ast.ImportFrom)):
-        module = import_module(line.module)
-        for name in line.names:
-            assert hasattr(module, name.name) or import_module(f"{line.module}.{name.name}")
+    for line in ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE))):
+        if isinstance(line, ast.ImportFrom):
+            exec(ast.unparse(line), {})
 
 
 def parameters(notebook):
     """The one cell that says what a notebook reads."""
     (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
     return cell
-
-
-def assigned(source: str) -> list[str]:
-    """The names that a source assigns, which must be to literals."""
-    lines = ast.parse(source).body
-    for line in lines:
-        ast.literal_eval(line.value)
-    return [line.targets[0].id for line in lines]

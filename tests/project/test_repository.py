@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from poss_lightning.draft.folder import SHIPPED, shipped
+from poss_lightning.serving import plugin
 from tests.support.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,71 +35,53 @@ LEVELS = {
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 
 # Where these libraries may be imported: rooms, or single modules of a room.
+LIGHTNING = ("features.datamodule", "training", "evaluation.probe")
 LIBRARIES = {
-    "lightning": ("features.datamodule", "training", "evaluation.probe"),
+    **dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric"), LIGHTNING),
     "transformers": ("target", "interop"),
     "vllm": ("serving",),
 }
-ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}
 
 
-def imports(tree: ast.AST, package: list[str]) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, also inside functions; `package` resolves relative ones.
+def modules() -> Iterator[tuple[Path, str, list[tuple[int, str]]]]:
+    """File and dotted name below the package of every module; line and dotted name of each import, in functions too.
 
     Imports below `if TYPE_CHECKING:` do not happen in a run.
     """
-    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    skipped = {each for node in typing for each in ast.walk(node)}
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *filter(None, [node.module])])
-            # `from poss_lightning import target` names a room, `from poss_lightning import __version__` does not
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-
-
-def modules() -> Iterator[tuple[str, str, list[tuple[int, str]]]]:
-    """File, dotted name below the package, and imports of every module."""
     for path in sorted((ROOT / PACKAGE).rglob("*.py")):
-        file = path.relative_to(ROOT)
-        _, *inside = file.with_suffix("").parts
-        found = imports(ast.parse(path.read_text(), str(path)), [PACKAGE, *inside[:-1]])
-        yield str(file), ".".join(part for part in inside if part != "__init__") or "__init__", list(found)
+        nodes = [*ast.walk(ast.parse(path.read_text(), str(path)))]
+        typing = [node for node in nodes if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+        skipped = {each for node in typing for each in ast.walk(node)}
+        found = []
+        for node in (node for node in nodes if node not in skipped):
+            if isinstance(node, ast.Import):
+                found += [(node.lineno, alias.name) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module and not node.level, f"{path}:{node.lineno}: imports are absolute"
+                # `from poss_lightning import target` names a room, `from poss_lightning import __version__` does not
+                found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        _, *inside = path.relative_to(ROOT).with_suffix("").parts
+        yield path, ".".join(part for part in inside if part != "__init__") or "__init__", found
 
 
-def violations() -> list[str]:
-    """Imports against the picture, as `file:line: what is wrong`."""
-    return [
-        f"{file}:{line}: {wrong}"
-        for file, module, found in modules()
-        for line, name in found or [(1, module)]
-        if (wrong := judge(module, name))
-    ]
-
-
-def judge(module: str, name: str) -> str | None:
-    """Why a module must not import `name`; None if it may."""
-    top, *rest = name.split(".")
-    room, library = module.split(".")[0], ALIASES.get(top, top)
-    if room not in LEVEL and room != "__init__":
-        return f"room {room!r} has no level; give it one in LEVELS of {__file__}"
-    allowed = LIBRARIES.get(library)
-    if allowed and not any(f"{module}.".startswith(f"{place}.") for place in allowed):
-        return f"imports {library}; only {', '.join(allowed)} may"
-    if top != PACKAGE or rest[0] not in LEVEL or rest[0] == room:
-        return None
-    if room == "__init__":
-        return f"the package's __init__ imports {rest[0]}; it may import no room, as `import poss_lightning` is free"
-    mine, theirs = LEVEL[room], LEVEL[rest[0]]
-    return None if theirs < mine else f"{room} (level {mine}) imports {rest[0]} (level {theirs}); imports point down"
+def may_import(module: str, name: str) -> bool:
+    """Libraries in their places, and rooms of lower levels; in __init__ none, as `import poss_lightning` is free."""
+    (top, *rest), room = name.split("."), module.split(".")[0]
+    if places := LIBRARIES.get(top):
+        return any(f"{module}.".startswith(f"{place}.") for place in places)
+    return top != PACKAGE or rest[0] not in LEVEL or rest[0] == room or LEVEL[rest[0]] < LEVEL.get(room, 0)
 
 
 def test_imports_point_down():
-    assert not (found := violations()), "\n".join(["imports against ARCHITECTURE.md:", *found])
+    found = [*modules()]
+    assert {module.split(".")[0] for _, module, _ in found} == LEVEL.keys() | {"__init__"}
+    wrong = [
+        f"{path}:{line}: {module} must not import {name}"
+        for path, module, own in found
+        for line, name in own
+        if not may_import(module, name)
+    ]
+    assert not wrong, "\n".join(["imports against ARCHITECTURE.md:", *wrong])
 
 
 def test_imports_go_in_no_circle():
@@ -118,11 +101,14 @@ def test_environment_lists_the_dependencies_of_pyproject():
     assert conda == [f"python{project['requires-python']}", "pip"]
 
 
-READ = (  # files that the package reads
-    "corpus/data/*.jsonl.gz",
-    "evaluation/prompts/*.jsonl",
-    "reports/page.html.j2",
-)
+def test_vllm_finds_our_plugin_and_the_plugin_our_model():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    assert points == {"poss_lightning": f"{plugin.__name__}:{plugin.register.__name__}"}
+    module, name = plugin.MODEL.split(":")
+    assert f"class {name}(" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+
+
+READ = ("corpus/data/*.jsonl.gz", "evaluation/prompts/*.jsonl", "reports/page.html.j2")  # files that the package reads
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a checkout knows what git ignores")
@@ -130,35 +116,25 @@ def test_the_wheel_has_what_the_package_reads():
     """Hatchling takes all of the package that git does not ignore, and conf/ by a line of its own."""
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel == {"packages": [PACKAGE], "force-include": {"conf": f"{PACKAGE}/conf"}}
-    found = {pattern: list((ROOT / PACKAGE).glob(pattern)) for pattern in READ}
-    assert all(found.values()), found
+    found = [[*(ROOT / PACKAGE).glob(pattern)] for pattern in READ]
+    assert all(found), found
     drafts = [file for name in shipped() for file in (SHIPPED / name).iterdir()]
-    files = [*chain.from_iterable(found.values()), *drafts, *(ROOT / "conf").rglob("*.yaml")]
+    files = [*chain(*found), *drafts, *(ROOT / "conf").rglob("*.yaml")]
     ignored = subprocess.run(["git", "check-ignore", *files], cwd=ROOT, capture_output=True, text=True)
     assert (ignored.returncode, ignored.stdout) == (1, ""), f"git ignores {ignored.stdout}{ignored.stderr}"
 
 
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(<?([^)\s>]+)|(?:src|href)=\"([^\"]+)\"|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE)
-
-
-def broken(document: Path) -> list[str]:
-    """Local links of a Markdown file that lead nowhere, as `file:line: link`, except in code."""
-    code = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
-    text = code.sub(lambda found: "\n" * found.group().count("\n"), document.read_text())  # lines keep their numbers
-    found = []
-    for match in LINK.finditer(text):
-        link = next(filter(None, match.groups())).partition("#")[0]
-        if link and not re.match(r"[a-z]+:", link) and not (document.parent / link).exists():
-            found.append(f"{document.name}:{text.count(chr(10), 0, match.start()) + 1}: {link} does not exist")
-    return found
-
-
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_local_links_lead_somewhere(path):
-    assert broken(path) == []
+    """Except in code."""
+    found = ["".join(groups).partition("#")[0] for groups in LINK.findall(CODE.sub("", path.read_text()))]
+    local = [link for link in found if link and not re.match(r"[a-z]+:", link)]
+    assert not [link for link in local if not (path.parent / link).exists()]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
