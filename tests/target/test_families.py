@@ -22,10 +22,7 @@ from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 from tests.support.trees import random_tree
 
-WINDOWED = ["qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "cohere2"]
 PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
-# Allocation, depth, nodes, top_k.
-DRAFTS = [([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1)]
 
 
 def family(name: str, seed: int = 0, **changes) -> Target:
@@ -63,9 +60,8 @@ def test_greedy_is_lossless(target):
     expected = tokens_of(Generate(target), PROMPTS, 20)
     assert len({token for text in expected for token in text}) > 20  # the target does not just repeat itself
     assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
-    for allocation, *tree in DRAFTS:
+    for allocation, *tree in ([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1):
         assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
-    assert tokens_of(Speculative(target, tiny_draft(target, [6]), 3, 20, 5), PROMPTS[1:2], 20) == expected[1:2]
 
 
 @pytest.mark.parametrize("wrong_every", [0, 2])
@@ -90,7 +86,7 @@ def test_a_tree_after_a_cache_equals_its_paths_read_alone(target):
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2"])  # in all layers, from one on, in every other
 def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, shift, monkeypatch):
     target, prompts, right = family(name), [list(range(20, 40))], masks.in_window
     ((*_, features),) = read_trees(target, prompts)
@@ -136,18 +132,8 @@ def test_a_tree_never_synchronises(name):
     torch.testing.assert_close([features for *_, features in read_trees(target, prompts, whole)], expected)
 
 
-LINEAR = {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "num_experts": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 REFUSED = {
     "mamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
-    "qwen3_next": (LINEAR, "layers of linear_attention"),
-    "llama4_text": ({"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16}, "layers of chunked_attention"),
     "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias
     "gemma3_text": (MIXED | {"head_dim": 8, "use_bidirectional_attention": True}, "not those of a plain forward"),
     "bloom": ({"n_head": 4}, ""),  # asks for a mask of its own form
@@ -181,8 +167,6 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
         torch.testing.assert_close(embed_head.logits(sample.features), logits)
         some = torch.tensor([3, 50, 280])
         torch.testing.assert_close(embed_head.restrict(some).logits(sample.features), logits[:, some])
-    start, end = sample.spans[0]
-    assert sample.greedy[start - 1 : end - 1].tolist() == logits[start - 1 : end - 1].argmax(-1).tolist()
     torch.manual_seed(0)
     module, batch = SpecialistTraining(str(tmp_path / "store"), [1, 2]), collate([[store[i]] for i in range(6)])
     ours, predictions = module._losses(batch, 3)
