@@ -1,4 +1,4 @@
-"""FlexAttention is the causal block: its mask, gradients, rounding, and how often it is compiled. No GPU is needed."""
+"""The causal block, and FlexAttention's on a CPU: output, norm, gradients, rounding, and how often it is compiled."""
 
 from functools import partial
 
@@ -57,12 +57,31 @@ def run(
     return [x.detach().float() for x in (out, norm, *torch.autograd.grad(loss, leaves))]
 
 
-@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (3, None), (0, 1), (0, 6), (3, 4), (3, 40)])
-def test_it_sees_the_same(skip, window, eager):
+def naive_block(queries, keys, values, skip, packing, window):
+    """One query at a time: it sees t - window < s <= t - skip of its conversation, or else its first slot."""
+    out, norm = torch.zeros_like(queries), torch.zeros_like(queries[..., 0])
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (keys, values))
+    for row, lengths in enumerate(packing.lengths):
+        start = 0
+        for length in lengths:
+            for t in range(start, min(start + length, queries.shape[2])):
+                seen = slice(max(start, t - (window or 99) + 1), max(t - skip, start) + 1)
+                scores = keys[row, :, seen] @ queries[row, :, t, :, None] * WIDTH**-0.5  # (H, n, 1)
+                out[row, :, t] = (scores.softmax(1) * values[row, :, seen]).sum(1)
+                norm[row, :, t] = scores.logsumexp(1)[:, 0]
+            start += length
+    return out, norm
+
+
+@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 7), (3, 40)])
+@pytest.mark.parametrize("query_rows", [3, 256])
+def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows, eager, monkeypatch):
     """Two conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over."""
-    rows = [[5, 8], [17], [16]]
-    for ours, flex in zip(*(run(block, rows, 16, skip, window=window) for block in BLOCKS), strict=True):
-        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
+    expected = run(naive_block, [[5, 8], [17], [16]], 16, skip, window=window)
+    for block in BLOCKS:
+        found = run(block, [[5, 8], [17], [16]], 16, skip, window=window)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -97,8 +116,8 @@ def test_an_epoch_compiles_three_frames_at_any_depth(counter):
             count = sum(lengths) - 1  # the last token of a row is in no slot
             for skip in range(depth):
                 with torch.set_grad_enabled(training):
-                    for ours, flex in zip(*(run(block, [lengths], count, skip) for block in BLOCKS), strict=True):
-                        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+                    ours, flex = (run(block, [lengths], count, skip) for block in BLOCKS)
+                    torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
         frames.append(counter.frame_count)
     assert frames == [2, 2, 3]
 

@@ -13,7 +13,7 @@ from tests.support import naive
 from tests.support.steps import Largest
 from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.trees import given_noise
-from tests.support.unrolling import KINDS, inputs, packed, packed_padded_alone, unroll_what_is_drafted
+from tests.support.unrolling import KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
 
 DRAWINGS = {
     1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
@@ -39,6 +39,12 @@ def test_what_a_pass_sees_is_the_drawing(k):
         assert all(len(found) <= 1 for found in sets)
         rows.append(" ".join(str(found[0]) if found else "." for found in sets))
     assert "\n".join(rows) == DRAWINGS[k]
+
+
+BLOCKS = [
+    pytest.param([6], {"kind": "block", "inner_layers": (1, 5), "mask_token": 3}, id="a block"),
+    pytest.param([6], {"kind": "block", "block_layers": 2, "window": 8}, id="a block with a window"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,48 +95,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
             torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 7)])
-@pytest.mark.parametrize("rows", [3, 256])
-def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, window, rows, monkeypatch):
-    """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
-    monkeypatch.setattr(attention, "QUERY_ROWS", rows)
-    packing = packed([[5, 8], [17]], 16)
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (
-        torch.randn(2, heads, 16, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    weights = torch.randn(2, 4, 16, 9, generator=generator, dtype=torch.float64)
-    places = [(0, 0, 5), (0, 5, 13), (1, 0, 16)]
-
-    def loss(out, norm):
-        real = torch.zeros(2, 16, dtype=torch.bool)
-        for row, start, stop in places:
-            real[row, start:stop] = True
-        joined = torch.cat([out, norm[..., None].to(out.dtype)], dim=-1)
-        return (weights * joined * real[:, None, :, None]).sum()
-
-    def naive_block():
-        out, norm = torch.zeros_like(queries), torch.zeros(2, 4, 16, dtype=torch.float64)
-        for row, start, stop in places:
-            for t in range(start, stop):
-                seen = slice(max(start, t - (window or 99) + 1), max(t - skip, start) + 1)
-                for head in range(4):
-                    scores = keys[row, head // 2, seen] @ queries[row, head, t] * 8**-0.5
-                    out[row, head, t] = scores.softmax(0) @ values[row, head // 2, seen]
-                    norm[row, head, t] = scores.logsumexp(0)
-        return out, norm
-
-    ours, naively = attention.causal_block(queries, keys, values, skip, packing, window), naive_block()
-    for a, b in zip(ours, naively, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-    for a, b in zip(
-        *(torch.autograd.grad(loss(*found), (queries, keys, values)) for found in (ours, naively)), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("allocation, config", KINDS)
+@pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
 def test_packed_is_padded_is_alone(target, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
     together, rows, alone = packed_padded_alone(target, tiny_draft(target, allocation, **config))
@@ -164,13 +129,19 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
         assert touched == {draft.config.specialist_at(k)} | makers
 
 
-@pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_every_parameter_gets_a_gradient(target, kind, detach):
+@pytest.mark.parametrize(
+    ("allocation", "config"),
+    [
+        *(([1, 1, 1], {"kind": kind, "detach": detach}) for kind in ("eagle2", "eagle3") for detach in (True, False)),
+        *BLOCKS,
+    ],
+)
+def test_every_parameter_gets_a_gradient(target, allocation, config):
     """Of the last pass alone where features are not detached: then earlier specialists learn from it, too."""
-    draft = tiny_draft(target, [1, 1, 1], detach=detach, kind=kind)
+    draft = tiny_draft(target, allocation, **config)
+    draft.init_head(target.embed_head)
     _, embedded, features = inputs(target, draft=draft)
-    passes = unroll(draft, embedded, features, 3)[0 if detach else 2 :]
+    passes = draft(embedded, features, 3)[0 if config.get("detach", True) else 2 :]
     sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
