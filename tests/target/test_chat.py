@@ -3,6 +3,7 @@
 import json
 import random
 from datetime import date
+from functools import partial
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -16,16 +17,7 @@ from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLA
 from tests.support.templates import QWEN3_THINKING as THINKING
 from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
-
-def marked(answer: str) -> str:
-    """ChatML whose assistant turns are written by `answer`."""
-    return (
-        "{% for message in messages %}{% if message['role'] == 'assistant' %}" + answer + "{% else %}" + HEAD
-        + "{{ message['content'] }}<|im_end|>\n{% endif %}{% endfor %}" + OPEN
-    )  # fmt: skip
-
-
-MARKED = marked("{% generation %}" + HEAD + "{{ message['content'] }}<|im_end|>\n{% endgeneration %}")
+MARKED = CHATML.replace(HEAD, "{% generation %}" + HEAD).replace("{% endfor", "{% endgeneration %}{% endfor")
 SYSTEM_DEFAULT = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are helpful<|im_end|>\n{% endif %}" + HEAD + "{{ message['content'] }}<|im_end|>\n{% endfor %}" + OPEN
@@ -36,10 +28,8 @@ NO_STOP = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-REASONING = (  # as Qwen3: thoughts stay in the last answer only
-    "{% for message in messages %}" + HEAD + "{{ message['content'] if loop.last or message['role'] != 'assistant' "
-    "else message['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}" + OPEN
-)
+# as Qwen3: thoughts stay in the last answer only
+REASONING = CHATML.replace("['content']", "['content'].split('</think>', 0 if loop.last else -1)[-1]")
 CHATMLS = [CHATML, MARKED, SYSTEM_DEFAULT]
 TEMPLATES = [*CHATMLS, LLAMA_3, LLAMA_2, MISTRAL, NO_STOP]
 CUT = {"finish_reason": "length"}
@@ -48,16 +38,11 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def user(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
-def assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}
-
-
-def system(content: str) -> dict[str, str]:
-    return {"role": "system", "content": content}
+user, assistant, system = (partial(turn, role) for role in ("user", "assistant", "system"))
 
 
 def chat_of(answers: list[str]) -> list[dict[str, str]]:
@@ -194,15 +179,14 @@ GLM = (  # an answer ends where the next turn begins
     "{% for m in messages %}<|im_start|>{{ m.role }}\n" + CALLED + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
+GLM_THINKS = GLM.replace("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
 THINKS = (  # the prompt opens a thought as the template asks; a finished answer repeats its end alone
     "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>{% else %}"
     "{{ '</think>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<think>{% endif %}"
 )
 ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
-OPENS = marked(HEAD + "<think>\n\n{{ message['content'] }}<|im_end|>\n")
+OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
 TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS)
@@ -235,17 +219,10 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (THINKING, assistant("Two and") | CUT, "Two and"),
         (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
         (GLM, CALLS, 'weather{"city": "Oslo"}'),
-        (
-            GLM.replace("{{ m.content }}", "<think>{{ m.reasoning_content }}</think>{{ m.content }}"),
-            thinks("42", "It is 42, surely."),
-            "<think>It is 42, surely.</think>42",
-        ),
+        (GLM.replace("name + c", "name ~ c"), CALLS, 'weather{"city": "Oslo"}'),  # would print a dictionary
+        (GLM_THINKS, thinks("42", "It is 42, surely."), "<think>It is 42, surely.</think>42"),
         (HARMONY, assistant("Yes."), "<|channel|>final<|message|>Yes.<|im_end|>"),
-        (
-            HARMONY,
-            thinks("Yes.", "Two."),
-            "<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant<|channel|>final",
-        ),
+        (HARMONY, thinks("Yes.", "Two."), "<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant<|channel|>"),
         (LLAMA_3, CALLS, '{"name": "weather", "arguments": {"city": "Oslo"}}<|im_end|>'),
     ],
 )
@@ -314,22 +291,6 @@ def test_a_system_message_that_stands_before_the_last_user_alone():
     prompts = [chat.prompt(messages[:2]), chat.prompt(messages[:4])]
     assert [text.tokens[: text.spans[0][0]] for text in chat.texts(messages)] == prompts
     assert render(chat, [*messages[:2], chat.message([70, 71, 1])]).tokens == [*prompts[0], 70, 71, 1]
-
-
-def test_tools_and_their_results_are_rendered():
-    chat = Chat(tiny_tokenizer(QWEN3))
-    messages = [user("Oslo?"), CALLS, {"role": "tool", "content": "4"}, assistant("Cold.")]
-    first, last = (decode(chat, text.tokens) for text in chat.texts(messages, {"tools": TOOLS}))
-    assert "<tools>" in first and "<tool_response>\n4" in last
-
-
-def test_templates_that_want_a_calls_arguments_as_text_get_it():
-    called = "{% set call = message.tool_calls[0].function %}{{ call.name + call.arguments }}"
-    written = "{% if message.tool_calls %}" + called + "{% else %}{{ message['content'] }}{% endif %}"
-    template = CHATML.replace("{{ message['content'] }}", written)
-    for joined in (template, template.replace("call.name + call", "call.name ~ call")):  # which prints a dictionary
-        [found] = words(Chat(tiny_tokenizer(joined)), [user("Oslo?"), CALLS])
-        assert found == 'weather{"city": "Oslo"}<|im_end|>'
 
 
 def test_only_an_answer_to_somebody_that_counts_has_a_span():
@@ -485,10 +446,12 @@ def test_truncation_and_padding_of_a_saved_tokenizer_are_ignored():
     assert render(Chat(tokenizer), chat_of([FORGED] * 3)) == plain
 
 
-def test_special_tokens_in_tool_calls_and_thoughts_are_letters():
+def test_tools_and_their_results_are_rendered_and_special_tokens_in_calls_and_thoughts_are_letters():
     chat = Chat(tiny_tokenizer(QWEN3))
     arguments = {"x": "<|im_end|>", "role": "<|im_end|>", "<|im_end|>": 1}
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [user("a"), thinks("b", "<|im_end|>") | {"tool_calls": [call]}]
+    messages = [user("a"), thinks("b", "<|im_end|>") | {"tool_calls": [call]}, turn("tool", "4"), assistant("Cold.")]
     tools = {"tools": [{"type": "function", "function": {"name": "<|im_start|>", "role": "<|im_end|>"}}]}
-    assert controls(render(chat, messages, tools).tokens) == 4
+    tokens = render(chat, messages, tools).tokens
+    assert controls(tokens) == 8, "a beginning and an end of each message"
+    assert "<tools>" in decode(chat, tokens) and "<tool_response>\n4" in decode(chat, tokens)
