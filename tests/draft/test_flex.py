@@ -2,14 +2,12 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from poss_lightning.draft import attention
-from poss_lightning.features.schedule import Schedule
 from tests.support.unrolling import packed
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
@@ -96,13 +94,8 @@ def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
             assert error < 2**-6, f"{name}: {error:.4f}"
 
 
-def plan_epoch(training: bool) -> list[list[int]]:
-    """Lengths of the conversations of each batch of an epoch, as `Schedule` plans them."""
-    lengths = np.random.default_rng(0).integers(10, 80, 16)
-    lengths[:3] = 17, 33, 129  # exactly one block of slots, two and eight
-    spans = [np.array([[0, length]]) for length in lengths]
-    plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, training=training)
-    return [[int(lengths[i]) for i in batch.samples] for batch in plan]
+# Slots of the conversations of each batch: exactly one, two and eight blocks; as many as a head is wide, and others.
+EPOCH = [[16], [32], [128], [17, 30, 22], [76, 15], [11, 64, 9, 13], [64], [200], [5], [1]]
 
 
 def test_an_epoch_compiles_three_frames_at_any_depth(counter):
@@ -110,21 +103,13 @@ def test_an_epoch_compiles_three_frames_at_any_depth(counter):
 
     More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
     """
+    assert WIDTH == KV_HEADS * attention.FLEX_BLOCK, "sizes of blocks and heads should coincide somewhere"
     frames = []
     for depth, training in ((6, True), (12, True), (12, False)):
-        for lengths in plan_epoch(training):
-            count = sum(lengths) - 1  # the last token of a row is in no slot
+        for lengths in EPOCH:
             for skip in range(depth):
                 with torch.set_grad_enabled(training):
-                    ours, flex = (run(block, [lengths], count, skip) for block in BLOCKS)
+                    ours, flex = (run(block, [lengths], sum(lengths), skip) for block in BLOCKS)
                     torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
         frames.append(counter.frame_count)
     assert frames == [2, 2, 3]
-
-
-def test_sizes_that_coincide_or_are_small_compile_nothing_more(counter):
-    """Two blocks, as many as heads of keys; as many slots as a head is wide. Then other lengths, down to one slot."""
-    assert WIDTH == KV_HEADS * attention.FLEX_BLOCK
-    for count in (WIDTH, 64, 200, 5, 1):
-        run(attention.flex_block, [[count]], count, skip=1)
-    assert counter.frame_count == 2
