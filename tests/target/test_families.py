@@ -26,10 +26,11 @@ PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
 
 
 def family(name: str, seed: int = 0, **changes) -> Target:
-    """A random target of the family before the comma, with random biases and norms."""
+    """A random target of the family before the comma, with random biases and norms, and a penalty that none applies."""
     torch.manual_seed(seed)
     kind = name.split(",")[0]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
+    model.generation_config.repetition_penalty = 1.5  # of a model's files
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -106,16 +107,15 @@ def test_the_window_of_a_tree_is_the_drawing():
     assert [["x" if see else "." for see in row] for row in seen] == drawn
 
 
-def test_specs_of_rotary_kinds():
-    assert family("phi3, longrope").spec.context == TURN
-    assert family("phi3").spec.context == 512
-    assert family("gemma3_text").spec.rope_theta == 1e6  # its full attention's; the sliding layers have 1e4
+def test_the_base_of_a_target_s_angles_is_that_of_its_full_attention():
+    assert family("gemma3_text").spec.rope_theta == 1e6  # the sliding layers have 1e4
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
 def test_what_is_drafted_beyond_the_context_does_not_change_other_angles(name):
     """The last rounds draft beyond the limit; so does a finished row that waits for others."""
     target, prompts = family(name), [list(range(20, 16 + TURN)), [5, 6, 7]]
+    assert (target.spec.context, family("phi3").spec.context) == (TURN, 512)
     expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
     assert [len(text) for text in expected] == [4, 12]
     assert tokens_of(Autoregressive(target), prompts, 12, frozenset()) == expected
