@@ -16,7 +16,6 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.training.start import inherited
-from tests.support import naive
 from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.trees import given_noise
@@ -52,17 +51,6 @@ def test_what_a_place_sees_is_the_drawing():
     for at, marks in zip((1, 2), drawn, strict=True):
         seen = out[at, 0][:, columns] > 0  # each of its places sees the same
         assert seen.tolist() == [[mark == "x" for mark in marks]] * places
-
-
-@pytest.mark.parametrize("config", BLOCKS)
-def test_every_block_is_what_its_definition_gives(target, config):
-    draft = block_draft(target, **config)
-    _, embedded, read = inputs(target, 9, draft=draft)
-    outputs = draft(embedded, read, 6)
-    for start in range(9):
-        for k, expected in enumerate(naive.block(draft, embedded[0], read[0], start)[1:], 1):
-            if start + k - 1 < 9:
-                torch.testing.assert_close(outputs[k - 1][0, start + k - 1], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", BLOCKS)

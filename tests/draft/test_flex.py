@@ -1,6 +1,6 @@
 """The causal block, and FlexAttention's on a CPU: output, norm, gradients, rounding, and how often it is compiled."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -19,20 +19,6 @@ def eager(monkeypatch):
     """FlexAttention uncompiled, and with gradients, which it refuses on a CPU because its CPU kernel has none."""
     monkeypatch.setattr(attention, "_compiled", lambda function: function)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Compile in earnest, and count the frames; small blocks, so that short rows have many."""
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(attention, "FLEX_BLOCK", 16)
-    torch._dynamo.reset()
-    attention._compiled.cache_clear()
-    yield counter
-    torch._dynamo.reset()
-    attention._compiled.cache_clear()
 
 
 def run(
@@ -94,16 +80,21 @@ def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
             assert error < 2**-6, f"{name}: {error:.4f}"
 
 
-# Slots of the conversations of each batch: exactly one, two and eight blocks; as many as a head is wide, and others.
+# Slots of the conversations of each batch: exactly one, two (as many as a head is wide) and eight blocks, and others.
 EPOCH = [[16], [32], [128], [17, 30, 22], [76, 15], [11, 64, 9, 13], [64], [200], [5], [1]]
 
 
-def test_an_epoch_compiles_three_frames_at_any_depth(counter):
+def test_an_epoch_compiles_three_frames_at_any_depth(monkeypatch):
     """The mask, attention, and in validation attention without gradients. Six would be the bar.
 
     More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
     """
-    assert WIDTH == KV_HEADS * attention.FLEX_BLOCK, "sizes of blocks and heads should coincide somewhere"
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(attention, "_compiled", cache(attention._compiled.__wrapped__))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention, "FLEX_BLOCK", WIDTH // KV_HEADS)
+    torch._dynamo.reset()
     frames = []
     for depth, training in ((6, True), (12, True), (12, False)):
         for lengths in EPOCH:

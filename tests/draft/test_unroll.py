@@ -41,14 +41,21 @@ def target():
     return tiny_target(num_hidden_layers=7)
 
 
-@pytest.mark.parametrize("allocation, config", KINDS)
-def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
-    draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation, for the last specialist
-    _, embedded, features = inputs(target, draft=draft)
+@pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
+def test_every_pass_at_every_slot_is_what_its_definition_gives(target, allocation, config):
+    draft = tiny_draft(target, allocation, **config)
+    draft.init_head(target.embed_head)
+    depth, count = 6 if draft.config.one_pass else 8, 12  # two past the allocation, for the last specialist
+    _, embedded, features = inputs(target, count, draft=draft)
     passes = draft(embedded, features, depth)
-    for start in range(embedded.shape[1]):
-        for k, output in enumerate(naive.chain(draft, embedded[0], features[0], start, depth), 1):
-            torch.testing.assert_close(passes[k - 1][0, start + k - 1], output, rtol=1e-4, atol=1e-5)
+    for start in range(count):
+        if draft.config.one_pass:
+            outputs = naive.block(draft, embedded[0], features[0], start)[1:]
+        else:
+            outputs = naive.chain(draft, embedded[0], features[0], start, depth)
+        for slot, (output, expected) in enumerate(zip(passes, outputs, strict=False), start):
+            if slot < count:
+                torch.testing.assert_close(output[0, slot], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
@@ -74,13 +81,12 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
         for node in range(1, tree.tokens.shape[1]):
             path = tree.tokens[row, seen[row, node]][1:]  # without the root
             text = torch.cat([tokens[row, :count], path])
-            known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
+            known = torch.nn.functional.pad(features[row, :count], (0, 0, 0, len(path)))
             passes = draft(target.embed_head.embed(text)[None], known[None], len(path))
-            steps = [
-                (draft.logits(output[0, count - 1 + k], target.embed_head) + noise[row, k]).log_softmax(-1)[token]
-                for k, (output, token) in enumerate(zip(passes, path, strict=True))
-            ]
-            torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
+            predicted = torch.stack([output[0, count - 1 + k] for k, output in enumerate(passes)])  # (K, D)
+            logits = draft.logits(predicted, target.embed_head) + noise[row, : len(path)]
+            expected = logits.log_softmax(-1)[range(len(path)), path].sum()
+            torch.testing.assert_close(tree.scores[row, node], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])

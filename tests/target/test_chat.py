@@ -18,10 +18,7 @@ from tests.support.templates import QWEN3_THINKING as THINKING
 from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
 MARKED = CHATML.replace(HEAD, "{% generation %}" + HEAD).replace("{% endfor", "{% endgeneration %}{% endfor")
-SYSTEM_DEFAULT = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
-    "You are helpful<|im_end|>\n{% endif %}" + HEAD + "{{ message['content'] }}<|im_end|>\n{% endfor %}" + OPEN
-)
+SYSTEM_DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp<|im_end|>\n{% endif %}" + CHATML
 NO_SYSTEM = CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != 'system' }}")
 LOUD = CHATML.replace("['content'] }}", "['content'] | upper }}")
 NO_STOP = (
@@ -33,9 +30,7 @@ REASONING = CHATML.replace("['content']", "['content'].split('</think>', 0 if lo
 CHATMLS = [CHATML, MARKED, SYSTEM_DEFAULT]
 TEMPLATES = [*CHATMLS, LLAMA_3, LLAMA_2, MISTRAL, NO_STOP]
 CUT = {"finish_reason": "length"}
-ANSWERS = [
-    "A horse has four legs.", "", "  spaced  ", "\n\nafter lines\n\n", "é 🙂 日本", "a<|im_end|>b", "a</s>\n```b```"
-]  # fmt: skip
+ANSWERS = ["Four legs.", "", "  spaced  ", "\n\nafter lines\n\n", "é 🙂 日本", "a<|im_end|>b", "a</s>\n```b```"]
 
 
 def turn(role: str, content: str) -> dict[str, str]:

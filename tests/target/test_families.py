@@ -15,14 +15,11 @@ from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
-from tests.support.decoders import PROMPTS as ORACLE_S
-from tests.support.decoders import plant, tokens_of
+from tests.support.decoders import PROMPTS, plant, tokens_of
 from tests.support.families import FAMILIES, MIXED, SIZE, TURN, WINDOW
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 from tests.support.trees import random_tree
-
-PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
 
 
 def family(name: str, seed: int = 0, **changes) -> Target:
@@ -58,19 +55,19 @@ def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int =
 
 
 def test_greedy_is_lossless(target):
-    expected = tokens_of(Generate(target), PROMPTS, 20)
+    expected = tokens_of(Generate(target), limit=20)
     assert len({token for text in expected for token in text}) > 20  # the target does not just repeat itself
-    assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
+    assert tokens_of(Autoregressive(target), limit=20) == expected
     for allocation, *tree in ([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1):
-        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
+        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), limit=20) == expected
 
 
 @pytest.mark.parametrize("wrong_every", [0, 2])
 def test_long_paths_accepted_are_lossless_too(target, wrong_every):
-    future = tokens_of(Generate(target), ORACLE_S[:1], 58, frozenset())[0]
+    future = tokens_of(Generate(target), PROMPTS[:1], 58, frozenset())[0]
     speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
-    plant(speculative, [future], ORACLE_S[:1], wrong_every)
-    decoded = speculative.decode(ORACLE_S[:1], 50, frozenset())[0]
+    plant(speculative, [future], PROMPTS[:1], wrong_every)
+    decoded = speculative.decode(PROMPTS[:1], 50, frozenset())[0]
     assert decoded.tokens == future[:50]
     assert sum(decoded.accepted) > 25
 

@@ -17,10 +17,8 @@ from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import weight_bytes
-from tests.support.decoders import STOPS, tokens_of
+from tests.support.decoders import PROMPTS, STOPS, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
-
-PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12]]
 
 
 def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
@@ -34,7 +32,7 @@ def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
     expected = PlainLoop(target).generate(PROMPTS, 20, STOPS)
     assert PlainLoop(spread).generate(PROMPTS, 20, STOPS) == expected
     for decoder in (Speculative(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
-        assert tokens_of(decoder, PROMPTS, 20, STOPS) == expected
+        assert tokens_of(decoder, limit=20) == expected
 
 
 def test_keys_lie_beside_their_layers_and_follow_a_path():
