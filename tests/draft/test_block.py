@@ -17,7 +17,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Sampling
 from poss_lightning.training.start import inherited
 from tests.support.decoders import drawn
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
 from tests.support.unrolling import inputs, packed
 
@@ -28,14 +28,9 @@ BLOCKS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_target(num_hidden_layers=7)
-
-
-def block_draft(target, depth=6, **config) -> Specialists:
-    draft = tiny_draft(target, [depth], kind="block", **config)
-    draft.init_head(target.embed_head)
+def block_draft(deep, depth=6, **config) -> Specialists:
+    draft = tiny_draft(deep, [depth], kind="block", **config)
+    draft.init_head(deep.embed_head)
     return draft
 
 
@@ -54,9 +49,9 @@ def test_what_a_place_sees_is_the_drawing():
 
 
 @pytest.mark.parametrize("config", BLOCKS)
-def test_some_blocks_are_those_of_all(target, config):
-    draft, rows = block_draft(target, **config), packed([[7, 12, 9], [28]], 28)
-    _, embedded, read = inputs(target, 28, batch=2, draft=draft)
+def test_some_blocks_are_those_of_all(deep, config):
+    draft, rows = block_draft(deep, **config), packed([[7, 12, 9], [28]], 28)
+    _, embedded, read = inputs(deep, 28, batch=2, draft=draft)
     begins = torch.rand(2, 28, generator=torch.Generator().manual_seed(0)) < 0.3
     some, every = draft(embedded, read, 6, rows, begins), draft(embedded, read, 6, rows)
     for k in range(6):
@@ -66,11 +61,11 @@ def test_some_blocks_are_those_of_all(target, config):
 
 
 @pytest.mark.parametrize("config", BLOCKS)
-def test_what_is_drafted_is_what_was_trained(target, config):
+def test_what_is_drafted_is_what_was_trained(deep, config):
     """Two rows of different length, whose slots arrived in parts."""
-    draft, counts = block_draft(target, **config), [12, 9]
-    tokens, embedded, read = inputs(target, 12, batch=2, draft=draft)
-    drafter = make_drafter(draft, target.embed_head, 5, 4)
+    draft, counts = block_draft(deep, **config), [12, 9]
+    tokens, embedded, read = inputs(deep, 12, batch=2, draft=draft)
+    drafter = make_drafter(draft, deep.embed_head, 5, 4)
     drafter.start(2, 12)  # and no slot to spare
     for start, stop, of_rows in ((0, 7, [7, 7]), (7, 12, [5, 2])):
         drafter.append_context(tokens[:, start:stop], read[:, start:stop], torch.tensor(of_rows))
@@ -80,16 +75,16 @@ def test_what_is_drafted_is_what_was_trained(target, config):
     outputs = draft(*padded, 6)
     for row, count in enumerate(counts):
         trained = torch.stack([outputs[k][row, count - 1 + k] for k in range(5)])
-        torch.testing.assert_close(logits[row], draft.logits(trained, target.embed_head), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[row], draft.logits(trained, deep.embed_head), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 3)], ids=["all tokens", "some"])
 @pytest.mark.parametrize("with_noise", [False, True])
-def test_the_tree_holds_the_most_probable_prefixes(target, with_noise, vocabulary):
+def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary):
     """Of all of them, one by one: 4 tokens at each of 3 positions."""
-    draft, nodes = block_draft(target, 3, block_layers=2, vocabulary=vocabulary), 17
-    tokens, _, read = inputs(target, 8, batch=2, draft=draft)
-    drafter = make_drafter(draft, target.embed_head, 3, 4)
+    draft, nodes = block_draft(deep, 3, block_layers=2, vocabulary=vocabulary), 17
+    tokens, _, read = inputs(deep, 8, batch=2, draft=draft)
+    drafter = make_drafter(draft, deep.embed_head, 3, 4)
     drafter.start(2, 64)
     drafter.append_context(tokens, read, torch.tensor([8, 6]))
     drafter.slots.advance_host([8, 6])
@@ -115,16 +110,16 @@ def test_the_tree_holds_the_most_probable_prefixes(target, with_noise, vocabular
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=20, repetition_penalty=1.2)], ids=str)
 @pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 20, 5)], ids=str)
-def test_it_changes_no_token(target, tree, sampling):
+def test_it_changes_no_token(deep, tree, sampling):
     """In a batch and alone, with lookups, and with trees sized round by round or once."""
-    expected = drawn(Autoregressive(target), sampling, 0, limit=24)
-    draft = block_draft(target, block_layers=2)
-    assert drawn(Speculative(target, draft, *tree), sampling, 0, limit=24) == expected
-    assert drawn(Speculative(target, draft, *tree, tree="auto", lookup=4), sampling, 0, limit=24) == expected
+    expected = drawn(Autoregressive(deep), sampling, 0, limit=24)
+    draft = block_draft(deep, block_layers=2)
+    assert drawn(Speculative(deep, draft, *tree), sampling, 0, limit=24) == expected
+    assert drawn(Speculative(deep, draft, *tree, tree="auto", lookup=4), sampling, 0, limit=24) == expected
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
-def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkeypatch, sampling):
+def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypatch, sampling):
     """And no tree is deeper than the plan, by which noise, ancestors and verdict are sized."""
 
     class Shallow(Settled):
@@ -133,9 +128,9 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkey
             self.plan = 2, 7, 0  # positions, nodes, looked-up tokens
 
     monkeypatch.setattr(engine, "PerRound", Shallow)
-    speculative = Speculative(target, block_draft(target), 6, 20, 5, tree="auto")
+    speculative = Speculative(deep, block_draft(deep), 6, 20, 5, tree="auto")
     trees = []
-    expected = drawn(Autoregressive(target), sampling, 0, limit=24)
+    expected = drawn(Autoregressive(deep), sampling, 0, limit=24)
     draft_tree = speculative.drafter.draft_tree
     speculative.drafter.draft_tree = lambda *given: trees.append(draft_tree(*given)) or trees[-1]
     assert drawn(speculative, sampling, 0, limit=24) == expected
@@ -144,9 +139,9 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(target, monkey
     assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
 
 
-def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(target):
+def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(deep):
     config = {"block_layers": 2, "inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
-    draft, start = (block_draft(target, seed=seed, **config) for seed in (0, 7))
+    draft, start = (block_draft(deep, seed=seed, **config) for seed in (0, 7))
     assert inherited(start, "block") == {"inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
     assert inherited(start, "eagle3") == inherited(None, "block") == {}
     draft.start_from(start)

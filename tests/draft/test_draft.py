@@ -24,12 +24,6 @@ def test_who_serves_which_position(target):
     assert [config.specialist_at(k) for k in range(1, 11)] == [0, 1, 1, 1, 2, 2, 2, 2, 2, 2]
 
 
-@pytest.fixture(scope="module")
-def deep():
-    """A target with inner layers to read."""
-    return tiny_target(num_hidden_layers=7)
-
-
 BLOCK, EAGLE3 = {"kind": "block"}, {"kind": "eagle3"}
 
 

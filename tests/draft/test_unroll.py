@@ -10,7 +10,7 @@ from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import Packing, attend
 from tests.support import naive
 from tests.support.steps import Largest
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
 from tests.support.unrolling import KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
 
@@ -29,24 +29,19 @@ def test_what_a_pass_sees_is_the_drawing():
     assert [["." if each < 0 else str(each) for each in row] for row in sets] == drawn
 
 
+ENDS = [([1, 1, 1], {"kind": kind, "detach": own}) for kind in ("eagle2", "eagle3") for own in (True, False)]
 BLOCKS = [
     pytest.param([6], {"kind": "block", "inner_layers": (1, 5), "mask_token": 3}, id="a block"),
     pytest.param([6], {"kind": "block", "block_layers": 2, "window": 8}, id="a block with a window"),
 ]
 
 
-@pytest.fixture(scope="module")
-def target():
-    """With inner layers to read; nothing here runs it."""
-    return tiny_target(num_hidden_layers=7)
-
-
 @pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
-def test_every_pass_at_every_slot_is_what_its_definition_gives(target, allocation, config):
-    draft = tiny_draft(target, allocation, **config)
-    draft.init_head(target.embed_head)
+def test_every_pass_at_every_slot_is_what_its_definition_gives(deep, allocation, config):
+    draft = tiny_draft(deep, allocation, **config)
+    draft.init_head(deep.embed_head)
     depth, count = 6 if draft.config.one_pass else 8, 12  # two past the allocation, for the last specialist
-    _, embedded, features = inputs(target, count, draft=draft)
+    _, embedded, features = inputs(deep, count, draft=draft)
     passes = draft(embedded, features, depth)
     for start in range(count):
         if draft.config.one_pass:
@@ -59,18 +54,18 @@ def test_every_pass_at_every_slot_is_what_its_definition_gives(target, allocatio
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
-    unrolled, drafted, agree = unroll_what_is_drafted(target, tiny_draft(target, allocation, **config))
+def test_unroll_is_what_the_cached_drafter_drafts(deep, allocation, config):
+    unrolled, drafted, agree = unroll_what_is_drafted(deep, tiny_draft(deep, allocation, **config))
     torch.testing.assert_close(unrolled, drafted, rtol=1e-4, atol=1e-5)
     assert agree
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
+def test_every_node_of_a_tree_is_scored_as_its_path_alone(deep, allocation, config):
     """Two rows of different length, with the noise of a draw; the unroll knows nothing of trees or frontiers."""
-    draft, depth, counts = tiny_draft(target, allocation, **config), 4, [12, 9]
-    tokens, _, features = inputs(target, 12, batch=2, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, tree_width=4)
+    draft, depth, counts = tiny_draft(deep, allocation, **config), 4, [12, 9]
+    tokens, _, features = inputs(deep, 12, batch=2, draft=draft)
+    drafter = Drafter(draft, deep.embed_head, depth, tree_width=4)
     drafter.start(2, 64)
     drafter.append_context(tokens, features, torch.tensor(counts))
     drafter.slots.advance_host(counts)
@@ -82,36 +77,36 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
             path = tree.tokens[row, seen[row, node]][1:]  # without the root
             text = torch.cat([tokens[row, :count], path])
             known = torch.nn.functional.pad(features[row, :count], (0, 0, 0, len(path)))
-            passes = draft(target.embed_head.embed(text)[None], known[None], len(path))
+            passes = draft(deep.embed_head.embed(text)[None], known[None], len(path))
             predicted = torch.stack([output[0, count - 1 + k] for k, output in enumerate(passes)])  # (K, D)
-            logits = draft.logits(predicted, target.embed_head) + noise[row, : len(path)]
+            logits = draft.logits(predicted, deep.embed_head) + noise[row, : len(path)]
             expected = logits.log_softmax(-1)[range(len(path)), path].sum()
             torch.testing.assert_close(tree.scores[row, node], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
-def test_packed_is_padded_is_alone(target, allocation, config):
+def test_packed_is_padded_is_alone(deep, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
-    together, rows, alone = packed_padded_alone(target, tiny_draft(target, allocation, **config))
+    together, rows, alone = packed_padded_alone(deep, tiny_draft(deep, allocation, **config))
     for outputs, gradients in (together, rows):
         torch.testing.assert_close(outputs, alone.outputs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradients, alone.gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):
+def test_no_scores_of_all_slots_with_all_are_ever_made(deep, monkeypatch):
     """Nothing in forward or backward is as large as T x T, so memory grows linearly in T."""
     monkeypatch.setattr(attention, "QUERY_ROWS", 8)
-    draft, count = tiny_draft(target, [2, 2]), 160
-    _, embedded, features = inputs(target, count)
+    draft, count = tiny_draft(deep, [2, 2]), 160
+    _, embedded, features = inputs(deep, count)
     with Largest() as made:
         sum(p.square().sum() for p in draft(embedded, features, 4)).backward()
     assert made.largest < count * count
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_a_specialist_learns_from_its_own_positions_only(target, allocation, config):
-    draft = tiny_draft(target, allocation, **config)
-    _, embedded, features = inputs(target, draft=draft)
+def test_a_specialist_learns_from_its_own_positions_only(deep, allocation, config):
+    draft = tiny_draft(deep, allocation, **config)
+    _, embedded, features = inputs(deep, draft=draft)
     for k in range(1, 7):
         draft.zero_grad()
         draft(embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
@@ -121,31 +116,25 @@ def test_a_specialist_learns_from_its_own_positions_only(target, allocation, con
         assert touched == {draft.config.specialist_at(m) for m in range(first, k + 1)}
 
 
-@pytest.mark.parametrize(
-    ("allocation", "config"),
-    [
-        *(([1, 1, 1], {"kind": kind, "detach": detach}) for kind in ("eagle2", "eagle3") for detach in (True, False)),
-        *BLOCKS,
-    ],
-)
-def test_every_parameter_gets_a_gradient(target, allocation, config):
+@pytest.mark.parametrize("allocation, config", [*ENDS, *BLOCKS])
+def test_every_parameter_gets_a_gradient(deep, allocation, config):
     """Of the last pass alone where features are not detached: then earlier specialists learn from it, too."""
-    draft = tiny_draft(target, allocation, **config)
-    draft.init_head(target.embed_head)
-    _, embedded, features = inputs(target, draft=draft)
+    draft = tiny_draft(deep, allocation, **config)
+    draft.init_head(deep.embed_head)
+    _, embedded, features = inputs(deep, draft=draft)
     passes = draft(embedded, features, 3)[0 if config.get("detach", True) else 2 :]
-    sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
+    sum(draft.logits(output, deep.embed_head).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
 
 @pytest.mark.parametrize(("kv", "counts", "layers"), [("separate", [2, 4, 6], 3), ("shared", [2, 2, 2], 1)])
-def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(target, kv, counts, layers):
+def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(deep, kv, counts, layers):
     """Separately those of the sets 0..1, 0..3 and 0..5; of a shared cache each slot's once."""
-    draft, calls = tiny_draft(target, [2, 2, 2], kv=kv), []
-    drafter = Drafter(draft, target.embed_head)
+    draft, calls = tiny_draft(deep, [2, 2, 2], kv=kv), []
+    drafter = Drafter(draft, deep.embed_head)
     drafter.start(1, 64)
     assert len(drafter.store.keys) == layers
-    _, embedded, features = inputs(target)
+    _, embedded, features = inputs(deep)
     for layer in draft.layers:
         layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
     draft(embedded, features, 6)

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import poss_lightning
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.writing import write_store
-from poss_lightning.target import embedded, grouped_attention
+from poss_lightning.target import embedded, generation, grouped_attention
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import PlainLoop, prefill
@@ -46,12 +46,16 @@ def test_heads_in_groups_attend_as_repeated_ones(heads, shared, nodes):
 
 
 @pytest.mark.parametrize("layers", [(), (3, 1)], ids=str)
-@pytest.mark.parametrize("block", [1, 3, 5, 2048])
-def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, layers):
+@pytest.mark.parametrize(("block", "most"), [(1, 99), (5, 99), (99, 10), (99, 2), (99, 99)])
+def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, most, layers):
     """Rows of several lengths, some of which end with a block: the last features, the draft's input, what follows."""
     target, prompts = tiny_target(num_hidden_layers=4), [[5, 6, 7, 8, 9, 3, 4], [10, 11], [7, 8, 9]]
-    monkeypatch.setattr("poss_lightning.target.generation.PREFILL_BLOCK", block)
+    monkeypatch.setattr(generation, "PREFILL_BLOCK", block)
+    monkeypatch.setattr(generation, "TOKENS", most)  # of all prompts together
+    sizes, forward = [], target.forward_tree
+    monkeypatch.setattr(target, "forward_tree", lambda *a, **o: sizes.append(a[0].shape[1]) or forward(*a, **o))
     cache, draft_input, last = prefill(target, prompts, 4, layers=layers)
+    assert max(sizes) <= max(1, min(block, most // 3)) and sum(sizes) == 7
     assert cache.slots.host_lengths == cache.slots.lengths.tolist() == [7, 2, 3]
     following = target.tree_features(torch.tensor([[4, 5]] * 3), causal_ancestors(2, target.device), cache)
     for row, prompt in enumerate(prompts):
@@ -60,16 +64,6 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, la
         read_layers = inner[: len(prompt)].flatten(1) if layers else read
         found = last[row], draft_input[row, : len(prompt)], following[row]
         torch.testing.assert_close(found, (read[-1], read_layers, after), rtol=1e-4, atol=1e-5)
-
-
-def test_many_prompts_are_read_in_smaller_blocks(target, monkeypatch):
-    """A forward reads at most TOKENS tokens, however many prompts there are."""
-    monkeypatch.setattr("poss_lightning.target.generation.TOKENS", 12)
-    sizes, forward = [], Target.forward_tree
-    monkeypatch.setattr(Target, "forward_tree", lambda *a, **o: sizes.append(a[1].numel()) or forward(*a, **o))
-    for count in (1, 4, 5, 20):
-        prefill(target, [[5, 6, 7, 8, 9, 3, 4]] * count, 4)
-    assert max(sizes[:6]) <= 12 and sizes[0] == 7 and set(sizes[-7:]) == {20}
 
 
 def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
@@ -160,6 +154,9 @@ def copy(tiny_folder, tmp_path) -> Path:
     return Path(shutil.copytree(tiny_folder, tmp_path / "copy"))
 
 
+CODE = "needs code that its files bring or name, and none of that is ever run"
+
+
 @pytest.mark.parametrize(
     ("removed", "file", "changes", "words"),
     [
@@ -169,15 +166,25 @@ def copy(tiny_folder, tmp_path) -> Path:
         ("config.json", "adapter_config.json", {}, "is an adapter .PEFT."),
         ("", "adapter_config.json", {}, "is an adapter .PEFT."),  # else it would silently be left out
         ("model.safetensors", "README.md", {}, "no file named model.safetensors"),
+        ("", "config.json", {"model_type": "xyz", "auto_map": {"AutoConfig": "code.XConfig"}}, CODE),
+        ("", "config.json", {"model_type": "xyz", "auto_map": {"AutoConfig": "owner/name--code.XConfig"}}, CODE),
+        ("", "config.json", {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "code.X"}}, CODE),
+        ("", "tokenizer_config.json", {"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["code.X"] * 2}}, CODE),
     ],
     ids=str,
 )
-def test_a_folder_of_something_else_is_refused_for_the_true_reason_in_one_line(copy, removed, file, changes, words):
+def test_a_folder_of_something_else_is_refused_in_one_line_and_its_code_never_runs(
+    copy, monkeypatch, removed, file, changes, words
+):
+    """Whatever is answered at the terminal."""
+    (copy / "code.py").write_text(f"import pathlib\npathlib.Path({str(copy / 'ran')!r}).touch()\n")
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
     if removed:
         (copy / removed).unlink()
     write(copy, changes, file)
     with pytest.raises((ValueError, FileNotFoundError), match=rf"^target '.*copy' .*{words}.*\Z"):
         Target.load(str(copy), "float32", "cpu")
+    assert not (copy / "ran").exists()
 
 
 @pytest.mark.parametrize("where", ["transformers.PreTrainedModel.to", "poss_lightning.target.model.Target._check"])
@@ -192,26 +199,6 @@ def test_an_error_of_the_device_is_not_blamed_on_the_model(copy, monkeypatch, wh
     monkeypatch.setattr(where, Mock(side_effect=error))
     with pytest.raises(ValueError, match=f"copy' {words}"):
         Target.load(str(copy), "float32", "cpu")
-
-
-@pytest.mark.parametrize(
-    ("file", "changes"),
-    [
-        ("config.json", {"model_type": "xyz", "auto_map": {"AutoConfig": "code.XConfig"}}),
-        ("config.json", {"model_type": "t5", "auto_map": {"AutoModelForCausalLM": "code.X"}}),
-        ("tokenizer_config.json", {"tokenizer_class": "XT", "auto_map": {"AutoTokenizer": ["code.XT", "code.XT"]}}),
-        ("config.json", {"model_type": "xyz", "auto_map": {"AutoConfig": "owner/name--code.XConfig"}}),
-    ],
-    ids=["config", "model", "tokenizer", "hub"],
-)
-def test_no_code_of_a_folder_runs_whatever_is_answered(copy, tmp_path, monkeypatch, file, changes):
-    ran = tmp_path / "ran"
-    (copy / "code.py").write_text(f"import pathlib\npathlib.Path({str(ran)!r}).touch()\n")
-    write(copy, changes, file)
-    monkeypatch.setattr("builtins.input", lambda *prompt: "y")
-    with pytest.raises(ValueError, match="needs code that its files bring or name, and none of that is ever run"):
-        Target.load(str(copy), "float32", "cpu")
-    assert not ran.exists()
 
 
 def test_attention_that_a_config_names_is_not_fetched_from_the_hub(copy):
