@@ -41,24 +41,16 @@ def test_what_is_uploaded_is_the_draft(target, tmp_path, monkeypatch):
     card = ModelCard.load(hub / "README.md")
     assert (card.data.license, card.data.library_name, card.data.base_model) == ("mit", "poss_lightning", None)
     assert "/home/me" not in card.content
-    for part in (
-        "TARGET is llama",
-        f"--target TARGET --draft {REPO}",
-        "| [1, 1] |",
-        "| 40 of 320 tokens |",
-        "| 3.7 |",
-    ):
+    for part in ("TARGET is llama", f"--target TARGET --draft {REPO}", "[1, 1]", "40 of 320 tokens", "| 3.7 |"):
         assert part in card.text
 
 
-@pytest.mark.parametrize(
-    "name", ["{here}/models/llama", "/models/llama", "./llama", "~/llama", "models/llama", "llama"]
-)
+@pytest.mark.parametrize("name", ["/models/llama", "./llama", "~/llama", "models/llama", "llama"])
 def test_only_a_hub_id_is_the_base_model(target, tmp_path, monkeypatch, name):
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    card = model_card(for_target(target, name.format(here=tmp_path)), REPO)
-    assert card.data.base_model is None and "with `llama`" in card.text and str(tmp_path) not in card.content
+    card = model_card(for_target(target, name), REPO)
+    assert card.data.base_model is None and "with `llama`" in card.text and "/llama" not in card.content
     card = model_card(for_target(target, "meta-llama/Llama-3.1-8B"), REPO)
     assert card.data.base_model == "meta-llama/Llama-3.1-8B" and "--target meta-llama/Llama-3.1-8B" in card.text
     assert "Measured" not in card.text and "TARGET" not in card.text

@@ -14,13 +14,6 @@ HEADS, KV_HEADS, WIDTH = 4, 2, 32
 BLOCKS = (attention.causal_block, attention.flex_block)
 
 
-@pytest.fixture
-def eager(monkeypatch):
-    """FlexAttention uncompiled, and with gradients, which it refuses on a CPU because its CPU kernel has none."""
-    monkeypatch.setattr(attention, "_compiled", lambda function: function)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-
-
 def run(
     block, rows: list[list[int]], count: int, skip: int, dtype=torch.float32, window: int | None = None
 ) -> list[torch.Tensor]:
@@ -60,12 +53,15 @@ def naive_block(queries, keys, values, skip, packing, window):
 @pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 40)])
 @pytest.mark.parametrize("query_rows", [3, 256])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)], ids=str)
-def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows, dtype, most, eager, monkeypatch):
+def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows, dtype, most, monkeypatch):
     """Conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over.
 
-    bfloat16 has 8 bits, so errors are some 2^-8 of the largest value, more where terms cancel; norms are sums in float32.
+    bfloat16 has 8 bits, so errors are some 2^-8 of the largest value; norms are sums in float32.
     """
     monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    # Uncompiled, it has gradients on a CPU, which it refuses because the compiled kernel has none there.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     rows = [[13, 31, 7], [65], [64]]
     expected = run(naive_block, rows, 64, skip, window=window)
     for block in BLOCKS:

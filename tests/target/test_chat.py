@@ -20,7 +20,6 @@ from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 MARKED = CHATML.replace(HEAD, "{% generation %}" + HEAD).replace("{% endfor", "{% endgeneration %}{% endfor")
 SYSTEM_DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp<|im_end|>\n{% endif %}" + CHATML
 NO_SYSTEM = CHATML.replace("{{ message['content'] }}", "{{ message['content'] if message['role'] != 'system' }}")
-LOUD = CHATML.replace("['content'] }}", "['content'] | upper }}")
 NO_STOP = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -167,7 +166,6 @@ def test_the_loss_has_the_very_tokens_that_a_target_wrote(family, make, tmp_path
 # --- thoughts and tools ---
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
-TOOLS = [{"type": "function", "function": {"name": "weather"}}]
 CALLED = "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
 CALLS = assistant("") | {"tool_calls": [CALL]}
 GLM = (  # an answer ends where the next turn begins
@@ -181,8 +179,8 @@ THINKS = (  # the prompt opens a thought as the template asks; a finished answer
     "{% if add_generation_prompt %}<think>{% endif %}"
 )
 ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
-OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
+OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
 TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS)
 
@@ -235,10 +233,10 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
         (CHATML, [user("a"), assistant("b") | {"tokens": [70]}], {}, "message 1: its tokens do not spell its content"),
         (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
         (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
-        (CHATML, chat_of(["b"]), {"tools": TOOLS}, "leaves out the tools"),
+        (CHATML, chat_of(["b"]), {"tools": [CALL]}, "leaves out the tools"),
         (LLAMA_3, [user("a"), CALLS | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
         (NO_SYSTEM, [system("Be brief."), *chat_of(["b"])], {}, "message 0: .* what a system says"),
-        (LOUD, chat_of(["b"]), {}, "message 1: .* 'B' for 'b'"),
+        (CHATML.replace("'] }}<", "'] | upper }}<"), chat_of(["b"]), {}, "message 1: .* 'B' for 'b'"),
         (NO_STOP.replace("'] }}\n", "'] | upper }}\n"), chat_of(["b"]), {}, "1: .*neither content nor stop token: 'B"),
         (CHATML.replace(OPEN, ""), chat_of(["b"]), {}, "message 1: .*no generation prompt"),
         (R1, chat_of(["yes</think>no", "no"]), {}, "message 3: .*opens an answer with '<think>"),
@@ -263,8 +261,7 @@ def test_an_answer_out_of_the_loss_need_not_be_told_from_its_prompt():
 
 def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
     tokenizer = tiny_tokenizer(GLM)
-    begin = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    stops = GenerationConfig(eos_token_id=[begin])
+    stops = GenerationConfig(eos_token_id=[SPECIAL.index("<|im_start|>")])
     assert words(Chat(tokenizer, stops), chat_of(["four", "five"])) == ["four<|im_start|>", "five"]
     assert not caplog.text
     assert words(Chat(tokenizer), chat_of(["four", "five"])) == ["four", "five"]

@@ -22,9 +22,9 @@ from tests.support.tiny import tiny_draft, tiny_tokenizer
 from tests.support.trees import random_tree
 
 
-def family(name: str, seed: int = 0, **changes) -> Target:
+def family(name: str, **changes) -> Target:
     """A random target of the family before the comma, with random biases and norms, and a penalty that none applies."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     kind = name.split(",")[0]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
     model.generation_config.repetition_penalty = 1.5  # of a model's files
@@ -44,14 +44,13 @@ def target(request) -> Target:
     return family(request.param)
 
 
-def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int = 30):
+def read_trees(target: Target, prompts: list[list[int]], read=None):
     """For every prompt: the tokens of a tree after it, which of the others each one sees, and the features (n, D)."""
-    rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
-    above = [naive.ancestor_mask(parents) for _, parents in rows]
-    cache = prefill(target, prompts, nodes)[0]
-    read = read or target.tree_features
-    features = read(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
-    return zip([tokens for tokens, _ in rows], above, features, strict=True)
+    tokens, parents = zip(*(random_tree(seed, 30, vocabulary=300) for seed in range(len(prompts))), strict=True)
+    above = [naive.ancestor_mask(each) for each in parents]
+    cache = prefill(target, prompts, 30)[0]
+    features = (read or target.tree_features)(torch.tensor(tokens), torch.tensor(above), cache)
+    return zip(tokens, above, features, strict=True)
 
 
 def test_greedy_is_lossless(target):

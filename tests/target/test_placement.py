@@ -16,7 +16,6 @@ from poss_lightning.target import loading, placement
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
-from poss_lightning.target.placement import weight_bytes
 from tests.support.decoders import PROMPTS, STOPS, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
@@ -53,10 +52,7 @@ def test_keys_lie_beside_their_layers_and_follow_a_path():
 
 def test_a_target_that_does_not_fit_is_refused_before_it_is_loaded(tiny_folder, monkeypatch):
     """One line: the bytes needed, those there, and what helps."""
-    folder, config = Path(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
-    whole = (folder / "model.safetensors").stat().st_size
-    assert weight_bytes(folder, config, torch.bfloat16) == whole / 2
-    assert weight_bytes(folder, config, None) == weight_bytes(folder, config, torch.float32) == whole
+    whole = Path(tiny_folder, "model.safetensors").stat().st_size
     monkeypatch.setattr(placement, "GB", 1000)
     monkeypatch.setattr(placement, "free_bytes", lambda device: whole // 2 - 1)
     with monkeypatch.context() as patch:
