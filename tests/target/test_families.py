@@ -23,11 +23,11 @@ from tests.support.trees import random_tree
 
 
 def family(name: str, **changes) -> Target:
-    """A random target of the family before the comma, with random biases and norms, and a penalty that none applies."""
+    """A random target of the family before the comma, with random biases and norms."""
     torch.manual_seed(0)
     kind = name.split(",")[0]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
-    model.generation_config.repetition_penalty = 1.5  # of a model's files
+    model.generation_config.no_repeat_ngram_size = 1  # as its files may ask for; it must reach no decoder
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
