@@ -60,7 +60,7 @@ def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows
     """
     monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
     monkeypatch.setattr(attention, "_compiled", lambda function: function)
-    # Uncompiled, it has gradients on a CPU, which it refuses because the compiled kernel has none there.
+    # FlexAttention refuses gradients on a CPU, where its compiled kernel has none; uncompiled, it has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     rows = [[13, 31, 7], [65], [64]]
     expected = run(naive_block, rows, 64, skip, window=window)
