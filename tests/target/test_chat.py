@@ -232,6 +232,7 @@ def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expecte
     [
         (CHATML, [user("a"), assistant("b") | {"tokens": [70]}], {}, "message 1: its tokens do not spell its content"),
         (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
+        (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML, chat_of(["b"]), {"tools": [CALL]}, "leaves out the tools"),
         (LLAMA_3, [user("a"), CALLS | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
         (NO_SYSTEM, [system("Be brief."), *chat_of(["b"])], {}, "message 0: .* what a system says"),
