@@ -238,17 +238,12 @@ class Specialists(nn.Module):
     def _copy(self, other: "Specialists") -> None:
         self.config = config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
         self.trained_on = other.trained_on
-        self.scale.copy_(other.scale)
-        self.fc.load_state_dict(other.fc.state_dict())
         if other.config.norm_before_fc:  # and no option of a training makes one
             self.fc_norm = copy.deepcopy(other.fc_norm)
-        elif other.config.fc_norm:
-            self.fc_norm.load_state_dict(other.fc_norm.state_dict())
-        if not config.predicts_feature:
-            self.norm.load_state_dict(other.norm.state_dict())
+        apart = ("layers.", "lm_head.", "vocabulary")
+        shared = {name: value for name, value in other.state_dict().items() if not name.startswith(apart)}
+        self.load_state_dict(shared, strict=False)
         if config.one_pass:
-            self.mask.copy_(other.mask)
-            self.context_norm.load_state_dict(other.context_norm.state_dict())
             sources = list(other.layers)
         else:
             firsts = [config.specialists.index(index) + 1 for index in range(len(self.layers))]

@@ -1,40 +1,17 @@
-"""FlexAttention is the causal block: its mask, gradients, rounding, and how often it is compiled. No GPU is needed."""
+"""The causal block, and FlexAttention's on a CPU: output, norm, gradients, rounding, and how often it is compiled."""
 
-from functools import partial
+from functools import cache, partial
 
-import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
 from poss_lightning.draft import attention
-from poss_lightning.features.schedule import Schedule
 from tests.support.unrolling import packed
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 32
 BLOCKS = (attention.causal_block, attention.flex_block)
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """FlexAttention uncompiled, and with gradients, which it refuses on a CPU because its CPU kernel has none."""
-    monkeypatch.setattr(attention, "_compiled", lambda function: function)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Compile in earnest, and count the frames; small blocks, so that short rows have many."""
-    counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(attention, "FLEX_BLOCK", 16)
-    torch._dynamo.reset()
-    attention._compiled.cache_clear()
-    yield counter
-    torch._dynamo.reset()
-    attention._compiled.cache_clear()
 
 
 def run(
@@ -57,55 +34,64 @@ def run(
     return [x.detach().float() for x in (out, norm, *torch.autograd.grad(loss, leaves))]
 
 
-@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (3, None), (0, 1), (0, 6), (3, 4), (3, 40)])
-def test_it_sees_the_same(skip, window, eager):
-    """Two conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over."""
-    rows = [[5, 8], [17], [16]]
-    for ours, flex in zip(*(run(block, rows, 16, skip, window=window) for block in BLOCKS), strict=True):
-        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+def naive_block(queries, keys, values, skip, packing, window):
+    """One query at a time: it sees t - window < s <= t - skip of its conversation, or else its first slot."""
+    out, norm = torch.zeros_like(queries), torch.zeros_like(queries[..., 0])
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (keys, values))
+    for row, lengths in enumerate(packing.lengths):
+        start = 0
+        for length in lengths:
+            for t in range(start, min(start + length, queries.shape[2])):
+                seen = slice(max(start, t - (window or 99) + 1), max(t - skip, start) + 1)
+                scores = keys[row, :, seen] @ queries[row, :, t, :, None] * WIDTH**-0.5  # (H, n, 1)
+                out[row, :, t] = (scores.softmax(1) * values[row, :, seen]).sum(1)
+                norm[row, :, t] = scores.logsumexp(1)[:, 0]
+            start += length
+    return out, norm
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_in_bfloat16_it_is_the_float32_block_up_to_rounding(block, eager):
-    """Rounding has 8 bits, so errors are some 2^-8 of the largest value; norms are sums in float32."""
-    rows = [[40, 70, 17], [128]]
-    for skip in (0, 5):
-        exact = run(attention.causal_block, rows, 128, skip)
-        found = run(block, rows, 128, skip, torch.bfloat16)
-        for name, rounded, right in zip(["output", "norm", "queries", "keys", "values"], found, exact, strict=True):
-            error = (rounded - right).abs().max() / right.abs().max()
-            assert error < 2**-6, f"{name}: {error:.4f}"
+@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 40)])
+@pytest.mark.parametrize("query_rows", [3, 256])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-5)], ids=str)
+def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows, dtype, most, monkeypatch):
+    """Conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over.
+
+    bfloat16 has 8 bits, so errors are some 2^-8 of the largest value; norms are sums in float32.
+    """
+    monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
+    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    # FlexAttention refuses gradients on a CPU, where its compiled kernel has none; uncompiled, it has them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    rows = [[13, 31, 7], [65], [64]]
+    expected = run(naive_block, rows, 64, skip, window=window)
+    for block in BLOCKS:
+        found = run(block, rows, 64, skip, dtype, window)
+        for name, ours, right in zip(["output", "norm", "queries", "keys", "values"], found, expected, strict=True):
+            error = (ours - right).abs().max() / right.abs().max()
+            assert error < most, f"{name}: {error:.4f}"
 
 
-def plan_epoch(training: bool) -> list[list[int]]:
-    """Lengths of the conversations of each batch of an epoch, as `Schedule` plans them."""
-    lengths = np.random.default_rng(0).integers(10, 80, 16)
-    lengths[:3] = 17, 33, 129  # exactly one block of slots, two and eight
-    spans = [np.array([[0, length]]) for length in lengths]
-    plan = Schedule(list(range(16)), lengths, spans, batch_tokens=96, seed=0, training=training)
-    return [[int(lengths[i]) for i in batch.samples] for batch in plan]
+# Slots of the conversations of each batch: exactly one, two (as many as a head is wide) and eight blocks, and others.
+EPOCH = [[16], [32], [128], [17, 30, 22], [76, 15], [11, 64, 9, 13], [64], [200], [5], [1]]
 
 
-def test_an_epoch_compiles_three_frames_at_any_depth(counter):
+def test_an_epoch_compiles_three_frames_at_any_depth(monkeypatch):
     """The mask, attention, and in validation attention without gradients. Six would be the bar.
 
     More than eight of one function would end in an error (`fullgraph`), not in eager code, which keeps all scores.
     """
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(attention, "_compiled", cache(attention._compiled.__wrapped__))
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention, "FLEX_BLOCK", WIDTH // KV_HEADS)
+    torch._dynamo.reset()
     frames = []
     for depth, training in ((6, True), (12, True), (12, False)):
-        for lengths in plan_epoch(training):
-            count = sum(lengths) - 1  # the last token of a row is in no slot
+        for lengths in EPOCH:
             for skip in range(depth):
                 with torch.set_grad_enabled(training):
-                    for ours, flex in zip(*(run(block, [lengths], count, skip) for block in BLOCKS), strict=True):
-                        torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
+                    ours, flex = (run(block, [lengths], sum(lengths), skip) for block in BLOCKS)
+                    torch.testing.assert_close(ours, flex, rtol=1e-5, atol=1e-5)
         frames.append(counter.frame_count)
     assert frames == [2, 2, 3]
-
-
-def test_sizes_that_coincide_or_are_small_compile_nothing_more(counter):
-    """Two blocks, as many as heads of keys; as many slots as a head is wide. Then other lengths, down to one slot."""
-    assert WIDTH == KV_HEADS * attention.FLEX_BLOCK
-    for count in (WIDTH, 64, 200, 5, 1):
-        run(attention.flex_block, [[count]], count, skip=1)
-    assert counter.frame_count == 2

@@ -6,70 +6,66 @@ import torch
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
-from poss_lightning.draft import attention
+from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.draft.unroll import unroll
 from tests.support import naive
 from tests.support.steps import Largest
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
-from tests.support.unrolling import KINDS, inputs, packed, packed_padded_alone, unroll_what_is_drafted
-
-DRAWINGS = {
-    1: "0 . . . . .\n0 0 . . . .\n0 0 0 . . .\n0 0 0 0 . .\n0 0 0 0 0 .\n0 0 0 0 0 0",
-    2: "0 1 . . . .\n0 0 1 . . .\n0 0 0 1 . .\n0 0 0 0 1 .\n0 0 0 0 0 1",
-    3: "0 1 2 . . .\n0 0 1 2 . .\n0 0 0 1 2 .\n0 0 0 0 1 2",
-    4: "0 1 2 3 . .\n0 0 1 2 3 .\n0 0 0 1 2 3",
-}
+from tests.support.unrolling import KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
 
 
-@pytest.mark.parametrize("k", DRAWINGS)
-def test_what_a_pass_sees_is_the_drawing(k):
+def test_what_a_pass_sees_is_the_drawing():
     """Values are one-hot (set, slot) and queries zero, so the output is the mask itself, row by row."""
-    slots = 6
-    values = torch.eye(4 * slots).view(4, 1, 1, slots, 4 * slots)  # (set, B, H, T, d)
-    queries = torch.zeros(1, 1, slots, 4 * slots)
-    diagonals = [(values[k - 1 - i], values[k - 1 - i]) for i in range(k - 1)]
-    packing = Packing.one_per_row(1, slots, queries.device)
-    attended = attend(queries, (values[0], values[0]), diagonals, packing)[0, 0]
-    seen = attended.view(slots, 4, slots) > 0  # (t, set, s)
-    rows = []
-    for t in range(k - 1, slots):
-        sets = [seen[t, :, s].nonzero().flatten().tolist() for s in range(slots)]
-        assert all(len(found) <= 1 for found in sets)
-        rows.append(" ".join(str(found[0]) if found else "." for found in sets))
-    assert "\n".join(rows) == DRAWINGS[k]
+    k, slots = 3, 6
+    values = torch.eye(k * slots).view(k, 1, 1, slots, k * slots)  # (set, B, H, T, d)
+    context, *diagonals = ((each, each) for each in values)
+    packing = Packing.one_per_row(1, slots, values.device)
+    attended = attend(torch.zeros_like(values[0]), context, diagonals[::-1], packing)[0, 0]  # (T, d)
+    seen = (attended.view(slots, k, slots) > 0)[k - 1 :]  # (t, set, s)
+    assert seen.sum(1).max() == 1
+    sets = torch.where(seen.any(1), seen.int().argmax(1), -1).tolist()
+    drawn = [line.split()[-slots:] for line in unroll.__doc__.splitlines() if line.endswith((" .", " 2"))]
+    assert [["." if each < 0 else str(each) for each in row] for row in sets] == drawn
 
 
-@pytest.fixture(scope="module")
-def target():
-    """With inner layers to read; nothing here runs it."""
-    return tiny_target(num_hidden_layers=7)
+ENDS = [([1, 1, 1], {"kind": kind, "detach": own}) for kind in ("eagle2", "eagle3") for own in (True, False)]
+BLOCKS = [
+    pytest.param([6], {"kind": "block", "inner_layers": (1, 5), "mask_token": 3}, id="a block"),
+    pytest.param([6], {"kind": "block", "block_layers": 2, "window": 8}, id="a block with a window"),
+]
+
+
+@pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
+def test_every_pass_at_every_slot_is_what_its_definition_gives(deep, allocation, config):
+    draft = tiny_draft(deep, allocation, **config)
+    draft.init_head(deep.embed_head)
+    depth, count = 6 if draft.config.one_pass else 8, 12  # two past the allocation, for the last specialist
+    _, embedded, features = inputs(deep, count, draft=draft)
+    passes = draft(embedded, features, depth)
+    for start in range(count):
+        if draft.config.one_pass:
+            outputs = naive.block(draft, embedded[0], features[0], start)[1:]
+        else:
+            outputs = naive.chain(draft, embedded[0], features[0], start, depth)
+        for slot, (output, expected) in enumerate(zip(passes, outputs, strict=False), start):
+            if slot < count:
+                torch.testing.assert_close(output[0, slot], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_every_pass_at_every_slot_is_what_a_slot_by_slot_drafter_computes(target, allocation, config):
-    draft, depth = tiny_draft(target, allocation, **config), 8  # two past the allocation, for the last specialist
-    _, embedded, features = inputs(target, draft=draft)
-    passes = unroll(draft, embedded, features, depth)
-    for start in range(embedded.shape[1]):
-        for k, output in enumerate(naive.chain(draft, embedded[0], features[0], start, depth), 1):
-            torch.testing.assert_close(passes[k - 1][0, start + k - 1], output, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("allocation, config", KINDS)
-def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
-    unrolled, drafted, agree = unroll_what_is_drafted(target, tiny_draft(target, allocation, **config))
+def test_unroll_is_what_the_cached_drafter_drafts(deep, allocation, config):
+    unrolled, drafted, agree = unroll_what_is_drafted(deep, tiny_draft(deep, allocation, **config))
     torch.testing.assert_close(unrolled, drafted, rtol=1e-4, atol=1e-5)
     assert agree
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, config):
+def test_every_node_of_a_tree_is_scored_as_its_path_alone(deep, allocation, config):
     """Two rows of different length, with the noise of a draw; the unroll knows nothing of trees or frontiers."""
-    draft, depth, counts = tiny_draft(target, allocation, **config), 4, [12, 9]
-    tokens, _, features = inputs(target, 12, batch=2, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, tree_width=4)
+    draft, depth, counts = tiny_draft(deep, allocation, **config), 4, [12, 9]
+    tokens, _, features = inputs(deep, 12, batch=2, draft=draft)
+    drafter = Drafter(draft, deep.embed_head, depth, tree_width=4)
     drafter.start(2, 64)
     drafter.append_context(tokens, features, torch.tensor(counts))
     drafter.slots.advance_host(counts)
@@ -80,116 +76,66 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(target, allocation, co
         for node in range(1, tree.tokens.shape[1]):
             path = tree.tokens[row, seen[row, node]][1:]  # without the root
             text = torch.cat([tokens[row, :count], path])
-            known = torch.cat([features[row, :count], torch.zeros(len(path), features.shape[-1])])
-            passes = unroll(draft, target.embed_head.embed(text)[None], known[None], len(path))
-            steps = [
-                (draft.logits(output[0, count - 1 + k], target.embed_head) + noise[row, k]).log_softmax(-1)[token]
-                for k, (output, token) in enumerate(zip(passes, path, strict=True))
-            ]
-            torch.testing.assert_close(tree.scores[row, node], sum(steps), rtol=1e-4, atol=1e-4)
+            known = torch.nn.functional.pad(features[row, :count], (0, 0, 0, len(path)))
+            passes = draft(deep.embed_head.embed(text)[None], known[None], len(path))
+            predicted = torch.stack([output[0, count - 1 + k] for k, output in enumerate(passes)])  # (K, D)
+            logits = draft.logits(predicted, deep.embed_head) + noise[row, : len(path)]
+            expected = logits.log_softmax(-1)[range(len(path)), path].sum()
+            torch.testing.assert_close(tree.scores[row, node], expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("skip", "window"), [(0, None), (1, None), (4, None), (0, 1), (2, 3), (0, 7), (4, 7)])
-@pytest.mark.parametrize("rows", [3, 256])
-def test_the_block_s_output_norm_and_gradients_are_the_definition_s(skip, window, rows, monkeypatch):
-    """Two rows: two conversations and padding; and one that goes one slot beyond the row, as a last token does."""
-    monkeypatch.setattr(attention, "QUERY_ROWS", rows)
-    packing = packed([[5, 8], [17]], 16)
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (
-        torch.randn(2, heads, 16, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (4, 2, 2)
-    )
-    weights = torch.randn(2, 4, 16, 9, generator=generator, dtype=torch.float64)
-    places = [(0, 0, 5), (0, 5, 13), (1, 0, 16)]
-
-    def loss(out, norm):
-        real = torch.zeros(2, 16, dtype=torch.bool)
-        for row, start, stop in places:
-            real[row, start:stop] = True
-        joined = torch.cat([out, norm[..., None].to(out.dtype)], dim=-1)
-        return (weights * joined * real[:, None, :, None]).sum()
-
-    def naive_block():
-        out, norm = torch.zeros_like(queries), torch.zeros(2, 4, 16, dtype=torch.float64)
-        for row, start, stop in places:
-            for t in range(start, stop):
-                seen = slice(max(start, t - (window or 99) + 1), max(t - skip, start) + 1)
-                for head in range(4):
-                    scores = keys[row, head // 2, seen] @ queries[row, head, t] * 8**-0.5
-                    out[row, head, t] = scores.softmax(0) @ values[row, head // 2, seen]
-                    norm[row, head, t] = scores.logsumexp(0)
-        return out, norm
-
-    ours, naively = attention.causal_block(queries, keys, values, skip, packing, window), naive_block()
-    for a, b in zip(ours, naively, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
-    for a, b in zip(
-        *(torch.autograd.grad(loss(*found), (queries, keys, values)) for found in (ours, naively)), strict=True
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("allocation, config", KINDS)
-def test_packed_is_padded_is_alone(target, allocation, config):
+@pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])
+def test_packed_is_padded_is_alone(deep, allocation, config):
     """In outputs and gradients; only slots that are real in a pass are read, as a loss would."""
-    together, rows, alone = packed_padded_alone(target, tiny_draft(target, allocation, **config))
+    together, rows, alone = packed_padded_alone(deep, tiny_draft(deep, allocation, **config))
     for outputs, gradients in (together, rows):
         torch.testing.assert_close(outputs, alone.outputs, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(gradients, alone.gradients, rtol=1e-4, atol=1e-4)
 
 
-def test_no_scores_of_all_slots_with_all_are_ever_made(target, monkeypatch):
+def test_no_scores_of_all_slots_with_all_are_ever_made(deep, monkeypatch):
     """Nothing in forward or backward is as large as T x T, so memory grows linearly in T."""
     monkeypatch.setattr(attention, "QUERY_ROWS", 8)
-    draft, count = tiny_draft(target, [2, 2]), 160
-    _, embedded, features = inputs(target, count)
+    draft, count = tiny_draft(deep, [2, 2]), 160
+    _, embedded, features = inputs(deep, count)
     with Largest() as made:
         sum(p.square().sum() for p in draft(embedded, features, 4)).backward()
     assert made.largest < count * count
 
 
 @pytest.mark.parametrize("allocation, config", KINDS)
-def test_a_specialist_learns_from_its_own_positions_only(target, allocation, config):
-    draft = tiny_draft(target, allocation, **config)
-    _, embedded, features = inputs(target, draft=draft)
+def test_a_specialist_learns_from_its_own_positions_only(deep, allocation, config):
+    draft = tiny_draft(deep, allocation, **config)
+    _, embedded, features = inputs(deep, draft=draft)
     for k in range(1, 7):
         draft.zero_grad()
-        unroll(draft, embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
+        draft(embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
         learnt = {i: [p.grad for p in layer.parameters()] for i, layer in enumerate(draft.layers)}
         touched = {i for i, gradients in learnt.items() if any(gradient is not None for gradient in gradients)}
-        makers = {draft.config.kv_specialist(k, m + 1) for m in range(k)}
-        if config.get("kv") != "shared":
-            assert makers == {draft.config.specialist_at(k)}
-        assert touched == {draft.config.specialist_at(k)} | makers
+        first = 1 if config.get("kv") == "shared" else k  # whose keys it reads
+        assert touched == {draft.config.specialist_at(m) for m in range(first, k + 1)}
 
 
-@pytest.mark.parametrize("detach", [True, False])
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_every_parameter_gets_a_gradient(target, kind, detach):
+@pytest.mark.parametrize("allocation, config", [*ENDS, *BLOCKS])
+def test_every_parameter_gets_a_gradient(deep, allocation, config):
     """Of the last pass alone where features are not detached: then earlier specialists learn from it, too."""
-    draft = tiny_draft(target, [1, 1, 1], detach=detach, kind=kind)
-    _, embedded, features = inputs(target, draft=draft)
-    passes = unroll(draft, embedded, features, 3)[0 if detach else 2 :]
-    sum(draft.logits(output, target.embed_head).square().sum() for output in passes).backward()
+    draft = tiny_draft(deep, allocation, **config)
+    draft.init_head(deep.embed_head)
+    _, embedded, features = inputs(deep, draft=draft)
+    passes = draft(embedded, features, 3)[0 if config.get("detach", True) else 2 :]
+    sum(draft.logits(output, deep.embed_head).square().sum() for output in passes).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft.parameters())
 
 
-@pytest.mark.parametrize(("kv", "counts"), [("separate", [2, 4, 6]), ("shared", [2, 2, 2])])
-def test_keys_are_projected_once_for_every_specialist_that_reads_them(target, kv, counts):
+@pytest.mark.parametrize(("kv", "counts", "layers"), [("separate", [2, 4, 6], 3), ("shared", [2, 2, 2], 1)])
+def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(deep, kv, counts, layers):
     """Separately those of the sets 0..1, 0..3 and 0..5; of a shared cache each slot's once."""
-    draft, calls = tiny_draft(target, [2, 2, 2], kv=kv), []
-    _, embedded, features = inputs(target)
+    draft, calls = tiny_draft(deep, [2, 2, 2], kv=kv), []
+    drafter = Drafter(draft, deep.embed_head)
+    drafter.start(1, 64)
+    assert len(drafter.store.keys) == layers
+    _, embedded, features = inputs(deep)
     for layer in draft.layers:
         layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)
-    unroll(draft, embedded, features, 6)
+    draft(embedded, features, 6)
     assert [calls.count(layer) for layer in draft.layers] == counts
-
-
-def test_a_shared_cache_holds_each_slot_once(target):
-    separate, shared = (
-        Drafter(tiny_draft(target, [2, 2, 2], kv=kv), target.embed_head) for kv in ("separate", "shared")
-    )
-    for drafter in (separate, shared):
-        drafter.start(1, 64)
-    assert 3 * shared.store.keys.numel() == separate.store.keys.numel()

@@ -15,24 +15,19 @@ from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
-from tests.support.decoders import PROMPTS as ORACLE_S
-from tests.support.decoders import plant, tokens_of
+from tests.support.decoders import PROMPTS, plant, tokens_of
 from tests.support.families import FAMILIES, MIXED, SIZE, TURN, WINDOW
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 from tests.support.trees import random_tree
 
-WINDOWED = ["qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3_text", "cohere2"]
-PROMPTS = [[5, 6, 7, 8], list(range(20, 45)), [3, 4]]
-# Allocation, depth, nodes, top_k.
-DRAFTS = [([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1)]
 
-
-def family(name: str, seed: int = 0, **changes) -> Target:
+def family(name: str, **changes) -> Target:
     """A random target of the family before the comma, with random biases and norms."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     kind = name.split(",")[0]
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | FAMILIES.get(name, {}) | changes))
+    model.generation_config.no_repeat_ngram_size = 1  # as its files may ask for; it must reach no decoder
     for parameter in model.parameters():
         if parameter.ndim == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
@@ -49,31 +44,29 @@ def target(request) -> Target:
     return family(request.param)
 
 
-def read_trees(target: Target, prompts: list[list[int]], read=None, nodes: int = 30):
+def read_trees(target: Target, prompts: list[list[int]], read=None):
     """For every prompt: the tokens of a tree after it, which of the others each one sees, and the features (n, D)."""
-    rows = [random_tree(seed, nodes, vocabulary=300) for seed in range(len(prompts))]
-    above = [naive.ancestor_mask(parents) for _, parents in rows]
-    cache = prefill(target, prompts, nodes)[0]
-    read = read or target.tree_features
-    features = read(torch.tensor([tokens for tokens, _ in rows]), torch.tensor(above), cache)
-    return zip([tokens for tokens, _ in rows], above, features, strict=True)
+    tokens, parents = zip(*(random_tree(seed, 30, vocabulary=300) for seed in range(len(prompts))), strict=True)
+    above = [naive.ancestor_mask(each) for each in parents]
+    cache = prefill(target, prompts, 30)[0]
+    features = (read or target.tree_features)(torch.tensor(tokens), torch.tensor(above), cache)
+    return zip(tokens, above, features, strict=True)
 
 
 def test_greedy_is_lossless(target):
-    expected = tokens_of(Generate(target), PROMPTS, 20)
+    expected = tokens_of(Generate(target), limit=20)
     assert len({token for text in expected for token in text}) > 20  # the target does not just repeat itself
-    assert tokens_of(Autoregressive(target), PROMPTS, 20) == expected
-    for allocation, *tree in DRAFTS:
-        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), PROMPTS, 20) == expected
-    assert tokens_of(Speculative(target, tiny_draft(target, [6]), 3, 20, 5), PROMPTS[1:2], 20) == expected[1:2]
+    assert tokens_of(Autoregressive(target), limit=20) == expected
+    for allocation, *tree in ([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1):
+        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), limit=20) == expected
 
 
 @pytest.mark.parametrize("wrong_every", [0, 2])
 def test_long_paths_accepted_are_lossless_too(target, wrong_every):
-    future = tokens_of(Generate(target), ORACLE_S[:1], 58, frozenset())[0]
+    future = tokens_of(Generate(target), PROMPTS[:1], 58, frozenset())[0]
     speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
-    plant(speculative, [future], ORACLE_S[:1], wrong_every)
-    decoded = speculative.decode(ORACLE_S[:1], 50, frozenset())[0]
+    plant(speculative, [future], PROMPTS[:1], wrong_every)
+    decoded = speculative.decode(PROMPTS[:1], 50, frozenset())[0]
     assert decoded.tokens == future[:50]
     assert sum(decoded.accepted) > 25
 
@@ -90,7 +83,7 @@ def test_a_tree_after_a_cache_equals_its_paths_read_alone(target):
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "gemma2"])  # in all layers, from one on, in every other
 def test_a_window_off_by_one_is_refused_when_loading_and_seen_in_a_tree(name, shift, monkeypatch):
     target, prompts, right = family(name), [list(range(20, 40))], masks.in_window
     ((*_, features),) = read_trees(target, prompts)
@@ -110,16 +103,15 @@ def test_the_window_of_a_tree_is_the_drawing():
     assert [["x" if see else "." for see in row] for row in seen] == drawn
 
 
-def test_specs_of_rotary_kinds():
-    assert family("phi3, longrope").spec.context == TURN
-    assert family("phi3").spec.context == 512
-    assert family("gemma3_text").spec.rope_theta == 1e6  # its full attention's; the sliding layers have 1e4
+def test_the_base_of_a_target_s_angles_is_that_of_its_full_attention():
+    assert family("gemma3_text").spec.rope_theta == 1e6  # the sliding layers have 1e4
 
 
 @pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic"])
 def test_what_is_drafted_beyond_the_context_does_not_change_other_angles(name):
     """The last rounds draft beyond the limit; so does a finished row that waits for others."""
     target, prompts = family(name), [list(range(20, 16 + TURN)), [5, 6, 7]]
+    assert (target.spec.context, family("phi3").spec.context) == (TURN, 512)
     expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
     assert [len(text) for text in expected] == [4, 12]
     assert tokens_of(Autoregressive(target), prompts, 12, frozenset()) == expected
@@ -136,18 +128,8 @@ def test_a_tree_never_synchronises(name):
     torch.testing.assert_close([features for *_, features in read_trees(target, prompts, whole)], expected)
 
 
-LINEAR = {
-    "head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "num_experts": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 REFUSED = {
     "mamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
-    "qwen3_next": (LINEAR, "layers of linear_attention"),
-    "llama4_text": ({"head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16}, "layers of chunked_attention"),
     "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias
     "gemma3_text": (MIXED | {"head_dim": 8, "use_bidirectional_attention": True}, "not those of a plain forward"),
     "bloom": ({"n_head": 4}, ""),  # asks for a mask of its own form
@@ -181,8 +163,6 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
         torch.testing.assert_close(embed_head.logits(sample.features), logits)
         some = torch.tensor([3, 50, 280])
         torch.testing.assert_close(embed_head.restrict(some).logits(sample.features), logits[:, some])
-    start, end = sample.spans[0]
-    assert sample.greedy[start - 1 : end - 1].tolist() == logits[start - 1 : end - 1].argmax(-1).tolist()
     torch.manual_seed(0)
     module, batch = SpecialistTraining(str(tmp_path / "store"), [1, 2]), collate([[store[i]] for i in range(6)])
     ours, predictions = module._losses(batch, 3)
