@@ -221,7 +221,8 @@ class DraftConfig:
 
 def published_format(stored: dict[str, Any]) -> str:
     """The format of a published draft, by its config.json; "eagle" where that says nothing."""
-    found = [*stored, *(stored.get("architectures") or ())]
+    names = stored.get("architectures")
+    found = [*stored, *(names if isinstance(names, list) else ())]
     return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
 
 

@@ -105,6 +105,7 @@ def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypa
     [
         *((name, {}, name) for name in ("eagle3", "speculators", "dflash")),
         ("poss", {"architectures": ["DFlashDraftModel"]}, "dflash"),
+        ("poss", {"architectures": 5}, "eagle"),
     ],
 )
 def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, changes, found):
