@@ -9,7 +9,7 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import LEVELS, WEIGHT_LEVELS, Int8Head, choose_product, exact_levels
 from poss_lightning.sampling import Sampling
-from tests.support.decoders import PROMPTS
+from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft, tiny_target
 
 here = pytest.mark.skipif(exact_levels() is None, reason="on this CPU no head is read in 8 bits")
@@ -56,16 +56,13 @@ def test_what_is_no_number_stays_none(case):
 
 
 @here
-@pytest.mark.parametrize("allocation, more", [([6], {}), ([2, 2, 2], {"kv": "shared"})], ids=str)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
-def test_the_text_is_the_targets_own(target, allocation, more, sampling):
-    speculative = Speculative(target, tiny_draft(target, allocation, **more), 6, 30, 5, int8_head=True)
+def test_the_text_is_the_targets_own(target, sampling):
+    draft = tiny_draft(target, [2, 2, 2], kv="shared")
+    speculative = Speculative(target, draft, 6, 30, 5, int8_head=True)
     assert isinstance(speculative.drafter.product, Int8Head)
-    said = [
-        decoder.decode(PROMPTS, 40, frozenset(), sampling, torch.Generator().manual_seed(3))
-        for decoder in (speculative, Autoregressive(target))
-    ]
-    assert len({str([decoded.tokens for decoded in each]) for each in said}) == 1
+    said, plain = (drawn(each, sampling, 3, stops=frozenset()) for each in (speculative, Autoregressive(target)))
+    assert said == plain
 
 
 @here
