@@ -46,16 +46,12 @@ def test_this_machine_is_measured_and_the_choice_logged_once(caplog):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "dtype", "words", "precision"),
-    [
-        (0.4, "bfloat16", "this CPU multiplies it in 0.40 of the time of float32", "bf16-mixed"),
-        (4.3, "float32", "this CPU multiplies bfloat16 slowly, in 4.3 times the time of float32", "32-true"),
-    ],
+    ("ratio", "dtype", "precision"), [(0.4, "bfloat16", "bf16-mixed"), (4.3, "float32", "32-true")]
 )
-def test_a_cpu_computes_in_what_it_multiplies_faster(monkeypatch, cuda, ratio, dtype, words, precision):
+def test_a_cpu_computes_in_what_it_multiplies_faster(monkeypatch, cuda, ratio, dtype, precision):
     monkeypatch.setattr(machine, "bfloat16_over_float32", lambda device: ratio)
     cuda(None)
-    assert fast_dtype("cpu") == (dtype, words)
+    assert choose_dtype("auto", "cpu") == dtype
     assert choose_precision("cpu") == choose_precision("auto") == precision
     assert choose_precision("gpu") == "32-true"  # there is none, which Lightning reports
 
@@ -66,9 +62,8 @@ def test_a_cpu_computes_in_what_it_multiplies_faster(monkeypatch, cuda, ratio, d
 )
 def test_a_gpu_reports_its_fastest_dtype(cuda, capability, dtype, precision):
     cuda(capability)
-    chosen, reason = fast_dtype("cuda")
-    assert chosen == dtype and reason.startswith("Card ")
-    assert choose_device() == "cuda" and choose_precision("auto") == choose_precision("gpu") == precision
+    assert choose_device() == "cuda" and choose_dtype("auto", "cuda") == dtype
+    assert choose_precision("auto") == choose_precision("gpu") == precision
 
 
 def test_apple_s_gpu_comes_before_the_cpu_and_trains_in_float32(monkeypatch, cuda):
@@ -108,22 +103,23 @@ def test_works_are_timed_in_turn_after_a_first_round_that_does_not_count(monkeyp
 
 
 def test_what_a_gpu_s_kernels_are_compiled_with_is_named_if_it_is_missing(monkeypatch, tmp_path):
-    header = tmp_path / "Python.h"
-    header.touch()
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(machine, "find_spec", lambda name: name)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in ("clang", "mycc") else None)
+    there = {"triton", "clang", "mycc"}
+    monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
     check_kernel_tools()
     monkeypatch.setenv("CC", "mycc")
     check_kernel_tools()
+
+    def refuses(words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            check_kernel_tools()
+
+    (tmp_path / "Python.h").unlink()
+    refuses(r"needs Python's header .*Python\.h: apt-get install python3-dev")
     monkeypatch.setenv("CC", "gcc-99")
-    with pytest.raises(ValueError, match=r"needs a C compiler, here gcc-99: apt-get install gcc, or set CC"):
-        check_kernel_tools()
-    monkeypatch.delenv("CC")
-    header.unlink()
-    with pytest.raises(ValueError, match=r"needs Python's header .*Python\.h: apt-get install python3-dev"):
-        check_kernel_tools()
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package triton; it comes with torch for CUDA: pip install torch"):
-        check_kernel_tools()
+    refuses("needs a C compiler, here gcc-99: apt-get install gcc, or set CC")
+    there.clear()
+    refuses("needs the package triton; it comes with torch for CUDA: pip install torch")

@@ -10,23 +10,16 @@ from poss_lightning.metrics import BINS, FeatureDrift, PassMeans, PositionAccept
 from tests.support.processes import forked, printed
 
 
-def test_rounds_against_a_loop():
-    accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
-    acceptance = PositionAcceptance(6)
-    acceptance.update(accepted)
-    for k in range(1, 7):
-        assert acceptance.reached[k - 1] == sum(a >= k - 1 for a in accepted.tolist())
-        assert acceptance.passed[k - 1] == sum(a >= k for a in accepted.tolist())
-
-
 @pytest.mark.parametrize("most", [6, 3, 0])  # beyond it no round reached a position
-def test_tau_is_one_plus_the_sum_of_products_of_pos_acc(most):
-    accepted = torch.tensor([random.Random(0).randint(0, most) for _ in range(200)])
+def test_rounds_are_counted_and_tau_is_one_plus_the_sum_of_products_of_pos_acc(most):
+    accepted = [random.Random(0).randint(0, most) for _ in range(200)]
     positions = PositionAcceptance(6)
-    for part in accepted.split(7):
+    for part in torch.tensor(accepted).split(7):
         positions.update(part)
+    assert positions.reached.tolist() == [sum(count >= k - 1 for count in accepted) for k in range(1, 7)]
+    assert positions.passed.tolist() == [sum(count >= k for count in accepted) for k in range(1, 7)]
     tau = 1 + positions.compute().nan_to_num().cumprod(0).sum()
-    torch.testing.assert_close(tau, (accepted + 1).float().mean())
+    assert float(tau) == pytest.approx(1 + sum(accepted) / len(accepted))
 
 
 def chains(proposals, greedy, text, counts):
@@ -92,12 +85,14 @@ def test_every_cosine_is_in_some_bin():
     assert histogram[0, -1] == histogram[1, 0] == 3 and histogram.sum() == 6
 
 
+ROUNDS = torch.tensor([0, 3, 1, 6, 6, 2, 0])
+
+
 def a_share(folder) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    shares = torch.tensor([0, 3, 1, 6, 6, 2, 0]).split([5, 2])
     positions, means = PositionAcceptance(6), PassMeans(1, 2)
-    positions.update(shares[rank])
+    positions.update(ROUNDS.split([5, 2])[rank])
     means.update(torch.tensor([[1.0, 4.0]]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
     torch.save((positions.compute(), means.compute()), folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -105,9 +100,8 @@ def a_share(folder) -> None:
 
 def test_two_ranks_count_as_one(tmp_path):
     assert forked(tmp_path / "log", 2, a_share, tmp_path) == [0, 0], printed(tmp_path / "log")
-    accepted = torch.tensor([0, 3, 1, 6, 6, 2, 0])
     whole = PositionAcceptance(6)
-    whole.update(accepted)
+    whole.update(ROUNDS)
     for rank in range(2):
         positions, means = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         torch.testing.assert_close(positions, whole.compute())

@@ -1,5 +1,6 @@
 """One noise and one draw, against their twins, transformers' own warpers, and the laws of chance (seeds are fixed)."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.sampling import Sampling, TokenSampler, argmax
 from tests.support import naive
 
@@ -54,16 +56,7 @@ def test_of_equal_tokens_all_or_none_are_kept():
         assert (process(logits, **law) > 0).tolist() == [True] * 4 + [False], law
 
 
-def test_half_precision_is_computed_in_float32():
-    assert process(torch.zeros(3, 7, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="repetition_penalty is 0"):
-        Sampling(repetition_penalty=0)
-
-
-@pytest.mark.parametrize("size", [7, 128, 1280])
+@pytest.mark.parametrize("size", [7, 1280])
 def test_the_largest_is_found_and_the_first_of_equal_ones(size):
     x = torch.randint(0, 40, (5, 6, size), generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(argmax(x), x.max(-1).indices)
@@ -108,7 +101,7 @@ def choose_all(texts: TokenSampler, logits: torch.Tensor, places: torch.Tensor) 
     return texts.choose(logits, texts.noise(places), torch.arange(places.shape[1]).expand(places.shape))
 
 
-@pytest.mark.parametrize("p", [[1 / 7] * 7, [0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005], [0.999, *[0.001 / 6] * 6]])
+@pytest.mark.parametrize("p", [[1 / 7] * 7, [0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005]])
 def test_a_million_draws_have_the_law(p):
     """Chi-square, of draws, of pairs of neighbouring places, and of pairs of neighbouring texts."""
     texts = sampler({}, prompts=[[0]] * 1000, size=7)
@@ -120,7 +113,8 @@ def test_a_million_draws_have_the_law(p):
     for first, second in ((drawn[:, ::2], drawn[:, 1::2]), (drawn[::2], drawn[1::2])):
         counts = (7 * first + second).flatten().bincount(minlength=49)
         often = both * counts.sum() > 5
-        assert scipy.stats.chisquare(counts[often], both[often] / both[often].sum() * counts[often].sum()).pvalue > 1e-3
+        shares = both[often] / both[often].sum()
+        assert scipy.stats.chisquare(counts[often], shares * counts[often].sum()).pvalue > 1e-3
 
 
 # --- the draw ---
@@ -128,15 +122,17 @@ def test_a_million_draws_have_the_law(p):
 
 @pytest.mark.parametrize("law", [*LAWS, {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.4}], ids=str)
 def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
-    texts = sampler(law, prompts=[[1, 2], [3, 39, 3]])
-    logits, places = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2)), torch.tensor([[4], [9]])
-    ids = torch.tensor([[1, 2, 2], [3, 39, 3]])
-    alike = RepetitionPenaltyLogitsProcessor(law.get("repetition_penalty", 1.0))
-    penalised = torch.stack([alike(ids, logits[:, i]) for i in range(5)], dim=1)
-    expected = process(penalised, **law).log() + texts.noise(places) / law.get("temperature", 1.0)
-    seen = None if "repetition_penalty" not in law else texts.in_text[:, None].expand(2, 5, 40)
-    found = texts.choose(logits, texts.noise(places), torch.zeros(2, 5, dtype=torch.long), seen)
-    assert torch.equal(found, expected.argmax(-1))
+    prompts = [[1, 2, 2], [3, 39, 3]]
+    texts, penalty = sampler(law, prompts=prompts), law.get("repetition_penalty", 1.0)
+    logits, noise = (
+        3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2)),
+        texts.noise(torch.tensor([[4], [9]])),
+    )
+    alike = partial(RepetitionPenaltyLogitsProcessor(penalty), torch.tensor(prompts))
+    penalised = torch.stack([alike(place) for place in logits.unbind(1)], dim=1)
+    expected = process(penalised, **law).log() + noise / law.get("temperature", 1.0)
+    seen = None if penalty == 1 else texts.in_text[:, None].expand(2, 5, 40)
+    assert torch.equal(texts.choose(logits, noise, torch.zeros(2, 5, dtype=torch.long), seen), expected.argmax(-1))
 
 
 def test_greedy_is_the_limit_and_needs_no_noise():
@@ -147,18 +143,16 @@ def test_greedy_is_the_limit_and_needs_no_noise():
     assert Sampling().probabilities(torch.tensor([0.0, 3.0, 1.0])).tolist() == [0, 1, 0]
 
 
-def test_what_is_no_number_still_draws_a_token():
-    for law in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0}):
-        texts = sampler(law, size=256)
-        token = texts.next(torch.full((1, 256), torch.nan), torch.tensor([3]))
-        assert 0 <= int(token) < 256
+@pytest.mark.parametrize("law", [{}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0}])
+def test_what_is_no_number_still_draws_a_token(law):
+    token = sampler(law, size=256).next(torch.full((1, 256), torch.nan), torch.tensor([3]))
+    assert 0 <= int(token) < 256
 
 
 def test_a_penalty_knows_what_stands_above_each_node():
     """A tree 3(1(2), 4) behind the text 5 5 3; after it, what was accepted is in the text."""
     texts = sampler({"temperature": 0, "repetition_penalty": 2.0}, prompts=[[5, 5, 3]], size=8)
-    tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), torch.eye(4, dtype=torch.bool)[None]
-    ancestors = ancestors | torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), ancestor_mask(torch.tensor([[0, 0, 1, 0]]), 2)
     seen = texts.in_text_after(tokens, ancestors)
     assert [row.nonzero().flatten().tolist() for row in seen[0]] == [[3, 5], [1, 3, 5], [1, 2, 3, 5], [3, 4, 5]]
     texts.append(torch.tensor([[1, 7, 7]]))
