@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from poss_lightning.losses.passes import pass_losses
+from poss_lightning.losses.passes import DEFAULT, pass_losses
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.losses.terms import acceptance
 from tests.support import naive
@@ -23,17 +24,13 @@ def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
     predictions, features, counts, head = problem()
     counts = counts.minimum(torch.arange(1, 10))  # no chain begins before its row
     chains = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) * (torch.arange(18).view(2, 9) % 3 > 0)
-    whole, ours = (pass_losses(predictions, features, counts, head, chains=own) for own in (None, chains))
-    every = pass_losses(predictions, features, counts, head, chains=torch.ones(2, 9))
-    torch.testing.assert_close(every.weighted, whole.weighted)
-    expected = torch.zeros(3)
-    for row, slot in (counts > 0).nonzero().tolist():
-        one = torch.zeros_like(counts)
-        one[row, slot] = counts[row, slot]
-        of_slot = pass_losses(predictions, features, one, head).weighted
-        for k in range(min(3, slot + 1)):
-            expected[k] += chains[row, slot - k] * of_slot[k]
-    torch.testing.assert_close(ours.weighted, expected)
+    by_slot = torch.stack([pad(chains, (k, 0))[:, :9] for k in range(3)])
+    twin = naive.pass_losses(DEFAULT, predictions, features, counts, head, slot_weights=by_slot)
+    whole, ones, ours = (
+        pass_losses(predictions, features, counts, head, chains=own) for own in (None, torch.ones(2, 9), chains)
+    )
+    torch.testing.assert_close(ours.weighted, twin.detach().float())
+    torch.testing.assert_close(ones.weighted, whole.weighted)
     assert torch.equal(ours.slots, whole.slots)
 
 

@@ -96,27 +96,6 @@ def test_the_noise_has_gumbel_s_law_and_nothing_goes_together():
     assert max(map(abs, errors)) < 4 and sum(error**2 for error in errors) < 2.5 * len(errors), errors
 
 
-def choose_all(texts: TokenSampler, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The tokens at places (B, n), each with its own noise."""
-    return texts.choose(logits, texts.noise(places), torch.arange(places.shape[1]).expand(places.shape))
-
-
-@pytest.mark.parametrize("p", [[1 / 7] * 7, [0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005]])
-def test_a_million_draws_have_the_law(p):
-    """Chi-square, of draws, of pairs of neighbouring places, and of pairs of neighbouring texts."""
-    texts = sampler({}, prompts=[[0]] * 1000, size=7)
-    logits = torch.tensor(p).log().expand(1000, 1000, 7)
-    drawn = choose_all(texts, logits, torch.arange(1000).expand(1000, -1))
-    expected = torch.tensor(p, dtype=torch.float64)
-    assert scipy.stats.chisquare(drawn.flatten().bincount(minlength=7), 1e6 * expected).pvalue > 1e-3
-    both = torch.outer(expected, expected).flatten()
-    for first, second in ((drawn[:, ::2], drawn[:, 1::2]), (drawn[::2], drawn[1::2])):
-        counts = (7 * first + second).flatten().bincount(minlength=49)
-        often = both * counts.sum() > 5
-        shares = both[often] / both[often].sum()
-        assert scipy.stats.chisquare(counts[often], shares * counts[often].sum()).pvalue > 1e-3
-
-
 # --- the draw ---
 
 
@@ -138,8 +117,9 @@ def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
 def test_greedy_is_the_limit_and_needs_no_noise():
     texts, logits = sampler({"temperature": 0}), torch.randn(1, 3, 40)
     assert texts.noise(torch.tensor([[1, 2, 3]])) is None
-    for law in (texts, sampler({"temperature": 1e-6})):
-        assert torch.equal(choose_all(law, logits, torch.tensor([[1, 2, 3]])), logits.argmax(-1))
+    for each in (texts, sampler({"temperature": 1e-6})):
+        found = each.choose(logits, each.noise(torch.tensor([[1, 2, 3]])), torch.arange(3)[None])
+        assert torch.equal(found, logits.argmax(-1))
     assert Sampling().probabilities(torch.tensor([0.0, 3.0, 1.0])).tolist() == [0, 1, 0]
 
 

@@ -62,24 +62,18 @@ def seer(target) -> tuple[Speculative, list[int]]:
     return engine, future
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 8, 9, 15, 16])
-def test_limits_are_exact_and_accounted_for(seer, limit):
-    engine, future = seer
-    decoded = engine.decode(PROMPTS[:1], limit, frozenset())[0]
-    assert decoded.tokens == future[:limit]
-    assert set(decoded.accepted) <= {6}  # a limit says nothing against a drafter that is never wrong
-    assert 1 + 7 * (len(decoded.accepted) - 1) < limit <= 1 + 7 * len(decoded.accepted)
-
-
-@pytest.mark.parametrize("place", range(9))
-def test_nothing_after_a_stop_token(seer, place):
+@pytest.mark.parametrize(
+    ("limit", "stop"), [*((limit, None) for limit in (1, 2, 8, 9, 16)), *((40, place) for place in range(9))]
+)
+def test_limits_and_stop_tokens_are_exact_and_accounted_for(seer, limit, stop):
     """The stop token may be the prefill's, drafted, in the middle of an accepted path, or the bonus."""
     engine, future = seer
-    decoded = engine.decode(PROMPTS[:1], 40, frozenset({future[place]}))[0]
-    end = future.index(future[place])
-    assert decoded.tokens == future[: end + 1]
-    whole, rest = divmod(end - 1, 7)  # after the prefill's token: rounds of six drafted tokens and a bonus
-    assert decoded.accepted == ([6] * whole + [rest] if end else [])  # so that τ counts what is emitted
+    stops = frozenset() if stop is None else {future[stop]}
+    end = 59 if stop is None else future.index(future[stop])
+    decoded = engine.decode(PROMPTS[:1], limit, stops)[0]
+    assert decoded.tokens == future[: min(limit, end + 1)]
+    begins = range(1, len(decoded.tokens), 7)  # of rounds, after the prefill's token: six drafted ones and a bonus
+    assert decoded.accepted == [min(6, end - begin) for begin in begins]  # a limit says nothing against the drafter
 
 
 def test_generate_draws_by_the_seed_it_is_given(target):

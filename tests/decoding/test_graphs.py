@@ -64,27 +64,18 @@ def streams(monkeypatch) -> Streams:
     return streams
 
 
-def invert(part, parts=("work",)):
-    for name in parts:
+def draft_and_verify(part) -> None:
+    for name in ("draft", "verify"):
         with part(name):
-            torch.linalg.inv(torch.eye(200))
+            pass
 
 
 def test_captures_beyond_the_most_are_dropped_the_oldest_used_first_and_made_again(streams):
-    graphs = Graphs(CUDA)
-    for key in (*range(MOST), 0, MOST, 0, 1):
-        graphs.run(key, invert, [], CLOCK)
-    assert len(streams.used) == MOST + 2 and len(graphs.captured) == MOST  # 1 was made again, 0 was not
-
-
-def test_a_capture_is_no_part_of_the_total(streams):
-    """It is paid once for many texts; here a replay does nothing."""
     graphs, clock = Graphs(CUDA), Clock(torch.device("cpu"))
-    for _ in range(2):
-        graphs.run("key", invert, [], clock)
-    seconds = clock.total()
-    assert set(seconds) == {"capture", "work", "total"}
-    assert seconds["work"] <= seconds["total"] < seconds["capture"]
+    for key in (*range(MOST), 0, MOST, 0, 1):
+        graphs.run(key, draft_and_verify, [], clock)
+    assert len(streams.used) == 2 * (MOST + 2) and len(graphs.captured) == MOST  # 1 was made again, 0 was not
+    assert set(clock.total()) == {"capture", "draft", "verify", "total"}
 
 
 @pytest.mark.parametrize("where", ["warm-up", "begin", "work", "end"])
@@ -113,9 +104,9 @@ def test_where_a_capture_fails_work_is_done_without_on_the_usual_stream(streams,
 
 def test_all_captures_are_of_one_stream(streams):
     """Their pool gives a block again on its own stream alone, and each stream has its own workspaces."""
-    graphs, work = Graphs(CUDA), partial(invert, parts=("draft", "verify"))
+    graphs = Graphs(CUDA)
     for key in (1, 2):
-        graphs.run(key, work, [], CLOCK)
+        graphs.run(key, draft_and_verify, [], CLOCK)
     graphs.clear()
-    graphs.run(1, work, [], CLOCK)
+    graphs.run(1, draft_and_verify, [], CLOCK)
     assert len(streams.used) == 6 and len({id(stream) for stream in streams.used}) == 1 and streams.made == 2

@@ -48,14 +48,6 @@ def test_sums_are_exact_and_rows_stand_alone(case, levels):
 
 
 @here
-def test_what_is_no_number_stays_none(case):
-    features, head = case
-    features[0, 0] = torch.nan
-    logits = Int8Head(head, exact_levels())(features, head)
-    assert logits[0].isnan().all() and not logits[1:].isnan().any()
-
-
-@here
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8)], ids=["greedy", "sampled"])
 def test_the_text_is_the_targets_own(target, sampling):
     draft = tiny_draft(target, [2, 2, 2], kv="shared")

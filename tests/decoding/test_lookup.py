@@ -7,7 +7,6 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import NGRAM, Lookup, join
-from poss_lightning.decoding.rounds import Worth
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.sampling import GREEDY, Sampling
@@ -95,15 +94,3 @@ def test_without_a_draft_auto_looks_up_where_that_pays(target):
     engine.decode(REPEATED[:1], 60, frozenset(), watch=watch)
     assert all(size == 1 for size, matched in zip(sizes[1:], found[:-1], strict=True) if not matched)
     assert max(sizes) > 3
-
-
-def test_what_brought_nothing_is_left_out_until_that_is_forgotten():
-    worth, found, every = Worth(3), torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool)
-    assert worth.expected(found).tolist() == pytest.approx([0, 0.4, 0.56, 0.624])
-    for _ in range(200):
-        worth.learn(found, every, ~every)
-    assert float(worth.expected(found)[3]) < 0.1
-    assert worth.expected(torch.tensor([3])).tolist() == pytest.approx([0, 0.7, 1.19, 1.533])
-    for _ in range(400):
-        worth.learn(found, ~every, ~every)
-    assert float(worth.expected(found)[1]) > 0.39
