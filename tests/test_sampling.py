@@ -103,10 +103,8 @@ def test_the_noise_has_gumbel_s_law_and_nothing_goes_together():
 def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
     prompts = [[1, 2, 2], [3, 39, 3]]
     texts, penalty = sampler(law, prompts=prompts), law.get("repetition_penalty", 1.0)
-    logits, noise = (
-        3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2)),
-        texts.noise(torch.tensor([[4], [9]])),
-    )
+    logits = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))
+    noise = texts.noise(torch.tensor([[4], [9]]))
     alike = partial(RepetitionPenaltyLogitsProcessor(penalty), torch.tensor(prompts))
     penalised = torch.stack([alike(place) for place in logits.unbind(1)], dim=1)
     expected = process(penalised, **law).log() + noise / law.get("temperature", 1.0)

@@ -32,14 +32,6 @@ class Streams:
         return nullcontext()
 
     @contextmanager
-    def stream(self, stream):
-        self.current, before = stream, self.current
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
     def graph(self, graph, *, stream, **_):
         self.current, before = stream, self.current
         self.used.append(stream)
@@ -57,7 +49,8 @@ class Streams:
 def streams(monkeypatch) -> Streams:
     streams = Streams()
     fakes = {"CUDAGraph": lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: None)}
-    fakes |= {name: getattr(streams, name) for name in ("Stream", "device", "stream", "graph")}
+    fakes |= {name: getattr(streams, name) for name in ("Stream", "device", "graph")}
+    fakes |= {"stream": lambda stream: nullcontext()}
     fakes |= {"current_stream": lambda: streams.current, "set_stream": partial(setattr, streams, "current")}
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)

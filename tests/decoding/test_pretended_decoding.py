@@ -167,14 +167,17 @@ def test_both_caches_take_the_next_slots_at_the_same_time(device, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
+@torch.inference_mode()
 def test_replayed_acceptance_is_the_hosts(device, kind):
     """`poss replay`: samples come from the host, and drafting is done on the device."""
     pairs = [(engine_of(target, kind).drafter.draft, target) for target in (load("cpu", kind), load(DEVICE, kind))]
     draft, target = pairs[0]
     text = torch.tensor([*PROMPTS[0], *answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]])
-    features, layers = read_text(target, text, draft.config.layers)
+    cache, layers = target.new_cache(1, len(text)), draft.config.layers
+    (features,), (read,) = target.forward_tree(text[None], causal_ancestors(len(text), text.device), cache, layers)
+    inner = read.unflatten(-1, (-1, features.shape[-1]))[:, : len(layers)]  # (T, n, D)
     greedy = target.embed_head.logits(features).argmax(-1)
-    sample = Sample("x", text, greedy, [(len(PROMPTS[0]), len(text))], features, layers)
+    sample = Sample("x", text, greedy, [(len(PROMPTS[0]), len(text))], features, inner)
     drawn, rounds, rates = sample._replace(draws=[Draw(Sampling(0.8), 3)]), [], []
     for draft, target in pairs:
         head = target.embed_head
@@ -182,11 +185,3 @@ def test_replayed_acceptance_is_the_hosts(device, kind):
         rates.append(acceptance_rates(draft, head, list(find_answers(drawn, head)), 2, [1, 2]))
     assert rounds[0] == rounds[1] and rounds[0][0][0]
     torch.testing.assert_close(*rates)
-
-
-@torch.inference_mode()
-def read_text(target, text, layers):
-    """Features (T, D), and the outputs of the layers (T, n, D)."""
-    causal, cache = causal_ancestors(len(text), text.device), target.new_cache(1, len(text))
-    features, inputs = target.forward_tree(text[None], causal, cache, layers=layers)
-    return features[0], inputs[0].unflatten(-1, (-1, features.shape[-1]))[:, : len(layers)]
