@@ -11,12 +11,12 @@ from tests.support import naive
 from tests.support.steps import Largest
 
 
-def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
-    generator = torch.Generator().manual_seed(seed)
-    predictions = [torch.randn(batch, count, width, generator=generator, requires_grad=True) for _ in range(depth)]
-    features = torch.randn(batch, count, width, generator=generator)
-    counts = torch.randint(0, depth + 2, (batch, count), generator=generator)
-    return predictions, features, counts, torch.randn(vocabulary, width, generator=generator)
+def problem(count=9, vocabulary=50):
+    generator = torch.Generator().manual_seed(0)
+    predictions = [torch.randn(2, count, 16, generator=generator, requires_grad=True) for _ in range(3)]
+    features = torch.randn(2, count, 16, generator=generator)
+    counts = torch.randint(0, 5, (2, count), generator=generator)
+    return predictions, features, counts, torch.randn(vocabulary, 16, generator=generator)
 
 
 def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():

@@ -59,12 +59,13 @@ def test_unrolled_against_chain_by_chain(seed, depth):
 
 def test_drift_against_a_loop():
     generator = torch.Generator().manual_seed(0)
-    predictions = [torch.randn(2, 5, 8, generator=generator) for _ in range(3)]
-    features, counts = torch.randn(2, 5, 8, generator=generator), torch.randint(0, 4, (2, 5), generator=generator)
-    drift = FeatureDrift(3)
+    features = torch.randn(2, 5, 8, generator=generator)
+    predictions = [*torch.randn(3, 2, 5, 8, generator=generator), features, -features]  # cosines of 1 and -1, too
+    counts = torch.arange(10).view(2, 5) % 6
+    drift = FeatureDrift(5)
     drift.update([p[:1] for p in predictions], features[:1], counts[:1])
     drift.update([p[1:] for p in predictions], features[1:], counts[1:])
-    for k in range(3):
+    for k in range(5):
         pairs = [(predictions[k][b, t], features[b, t]) for b in range(2) for t in range(5) if counts[b, t] >= k + 1]
         expected = {
             "cosine": [float(a @ b / a.norm() / b.norm()) for a, b in pairs],
@@ -73,16 +74,8 @@ def test_drift_against_a_loop():
         }
         for name, values in expected.items():
             assert float(drift.compute()[name][k]) == pytest.approx(sum(values) / len(values), rel=1e-5)
-        bins = [sum(int((c + 1) / 2 * BINS) == b for c in expected["cosine"]) for b in range(BINS)]
+        bins = [sum(min(int((c + 1) / 2 * BINS), BINS - 1) == b for c in expected["cosine"]) for b in range(BINS)]
         assert drift.compute()["histogram"][k].tolist() == bins
-
-
-def test_every_cosine_is_in_some_bin():
-    same = torch.ones(1, 3, 8)
-    drift = FeatureDrift(2)
-    drift.update([same, -same], same, torch.full((1, 3), 2))
-    histogram = drift.compute()["histogram"]
-    assert histogram[0, -1] == histogram[1, 0] == 3 and histogram.sum() == 6
 
 
 ROUNDS = torch.tensor([0, 3, 1, 6, 6, 2, 0])

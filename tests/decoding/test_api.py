@@ -76,16 +76,16 @@ def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
 @pytest.mark.parametrize("pad", [None, "the stop"])
 def test_a_stop_token_is_no_padding_whatever_ends_a_text(reference, pad):
     """Many models pad with it, SmolLM2 too. A pad token that is named is padding, as in transformers."""
-    tokenizer = tiny_tokenizer()
+    tokenizer, limited = tiny_tokenizer(), {"max_new_tokens": 4}
     end = tokenizer.eos_token_id
     tokenizer.pad_token_id = pad and end
     model, prompt = load(reference, tokenizer=tokenizer), torch.tensor([[end, 5, end, 6]])
     for stops in ([], [7]):
-        given = {"max_new_tokens": 4, "eos_token_id": stops}
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **given)
-        assert torch.equal(model.generate(prompt, **given), expected)
-    left, given = torch.tensor([[end, 5, 6]]), {"max_new_tokens": 4, "eos_token_id": []}
-    assert torch.equal(model.generate(left, pad_token_id=end, **given)[:, 1:], model.generate(left[:, 1:], **given))
+        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=stops, **limited)
+        assert torch.equal(model.generate(prompt, eos_token_id=stops, **limited), whole)
+    padded, bare = torch.tensor([[end, 5, 6]]), torch.tensor([[5, 6]])
+    answer = model.generate(padded, eos_token_id=[], pad_token_id=end, **limited)
+    assert torch.equal(answer[:, 1:], model.generate(bare, eos_token_id=[], **limited))
 
 
 def test_right_padding_changes_no_answer(model, reference):
@@ -143,13 +143,17 @@ def test_what_is_no_chat_is_refused_in_a_line(model, messages, words):
         model.chat(messages)
 
 
-def test_what_is_there_and_no_draft_is_named_before_the_target_is_loaded(target, tmp_path):
+def test_what_is_no_draft_and_a_missing_tokenizer_are_named_before_anything_is_loaded(target, reference, tmp_path):
     training = tmp_path / "version_0"
     tiny_draft(target, [1, 1]).save_pretrained(training / "draft-best")
     (training / "last.ckpt").touch()
-    for draft, words in ((training, "is a training's folder; its draft is"), (training / "last.ckpt", "poss export")):
+    for name, draft, words in (
+        ("no such target", training, "is a training's folder; its draft is"),
+        ("no such target", training / "last.ckpt", "poss export"),
+        (reference, None, "tokenizer is None; a LlamaForCausalLM in hand needs its own"),
+    ):
         with pytest.raises(ValueError, match=words):
-            load("no such target", draft=draft)
+            load(name, draft=draft)
 
 
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):
@@ -182,11 +186,6 @@ BAD = [
 def test_bad_arguments_are_refused_by_name(model, arguments, words):
     with pytest.raises((TypeError, ValueError), match=words):
         model.generate(**TWO | arguments)
-
-
-def test_a_model_in_hand_needs_its_tokenizer(reference):
-    with pytest.raises(ValueError, match="tokenizer is None; a LlamaForCausalLM in hand needs its own"):
-        load(reference)
 
 
 # --- generation configs ---
