@@ -95,17 +95,18 @@ TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
 )
 @pytest.mark.parametrize("chunk", [4, None])
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
-def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between):
+@pytest.mark.parametrize("weigh", [None, dpace], ids=["alike", "dpace"])
+def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between, weigh):
     wide, features, counts, head = doubled(problem(), own)
-    between |= {"draft_head": wide[3] if own else None}
-    by = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    given = wide[:3], features, counts, head
-    ours = pass_losses(*given, weights=weights, **between, pass_weights=by, chunk=chunk)
-    twin = naive.pass_losses(weights, *given, **between)
-    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=0, atol=1e-10)
+    given, between = (wide[:3], features, counts, head), between | {"draft_head": wide[3] if own else None}
+    by, near = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), 1e-6 if weigh else 1e-10  # chances are in float32
+    ours = pass_losses(*given, weights=weights, **between, pass_weights=by, chunk=chunk, slot_weights=weigh)
+    slot_weights = naive.dpace(*given, **between) if weigh else None
+    twin = naive.pass_losses(weights, *given, **between, slot_weights=slot_weights)
+    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=near, atol=near)
     torch.testing.assert_close(sum(weight * ours.by_term[name] for name, weight in weights.items()), ours.weighted)
     for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, (twin * by).sum())), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=near, atol=near)
     assert ours.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 
@@ -135,21 +136,6 @@ def test_an_own_head_learns_beside_a_frozen_layer_and_not_in_validation():
         validated = pass_losses(predictions, *given, **options, chunk=1)
     torch.testing.assert_close(validated.total, alone.total.detach())
     assert made.largest < own.numel()
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_slots_weigh_in_the_loss_as_a_naive_twin_weighs_them(own):
-    predictions, features, _, head = problem()
-    # two spans of a row; and holes in one, as where an own head has no row for the target's token
-    counts = torch.tensor([[1, 2, 3, 3, 3, 0, 1, 2, 3], [1, 2, 0, 3, 3, 3, 0, 3, 3]])
-    wide, *given = doubled((predictions, features, counts, head), own)
-    draft_head = wide[3] if own else None
-    ours = pass_losses(wide[:3], *given, weights={"token": 1.0}, slot_weights=dpace, draft_head=draft_head, chunk=4)
-    weights = naive.dpace(wide[:3], *given, draft_head=draft_head)
-    twin = naive.pass_losses({"token": 1.0}, wide[:3], *given, draft_head=draft_head, slot_weights=weights)
-    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=1e-6, atol=1e-6)
-    for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, twin.sum())), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_no_tensor_of_slots_times_vocabulary_outlives_its_chunk():

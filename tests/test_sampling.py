@@ -6,14 +6,7 @@ from itertools import pairwise
 import pytest
 import scipy.stats
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as theirs
 
 from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.sampling import Sampling, TokenSampler, argmax
@@ -42,11 +35,11 @@ def test_what_is_drawn_from_is_what_transformers_warpers_leave_in_their_order(la
     torch.manual_seed(1)
     logits = 3 * torch.randn(8, size)
     k, p, least = law.get("top_k"), law.get("top_p"), law.get("min_p")
-    warpers = [TemperatureLogitsWarper(law.get("temperature", 1.0))]
-    warpers += ([TopKLogitsWarper(k)] if k else []) + ([TopPLogitsWarper(p)] if p else [])
-    warpers += [MinPLogitsWarper(least)] if least else []
+    warpers = [theirs.TemperatureLogitsWarper(law.get("temperature", 1.0))]
+    warpers += ([theirs.TopKLogitsWarper(k)] if k else []) + ([theirs.TopPLogitsWarper(p)] if p else [])
+    warpers += [theirs.MinPLogitsWarper(least)] if least else []
     found = process(logits.view(2, 4, size), **law).view(8, size)
-    torch.testing.assert_close(found, LogitsProcessorList(warpers)(None, logits).softmax(-1))
+    torch.testing.assert_close(found, theirs.LogitsProcessorList(warpers)(None, logits).softmax(-1))
     torch.testing.assert_close(found.sum(-1), torch.ones(8))
 
 
@@ -105,7 +98,7 @@ def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
     texts, penalty = sampler(law, prompts=prompts), law.get("repetition_penalty", 1.0)
     logits = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))
     noise = texts.noise(torch.tensor([[4], [9]]))
-    alike = partial(RepetitionPenaltyLogitsProcessor(penalty), torch.tensor(prompts))
+    alike = partial(theirs.RepetitionPenaltyLogitsProcessor(penalty), torch.tensor(prompts))
     penalised = torch.stack([alike(place) for place in logits.unbind(1)], dim=1)
     expected = process(penalised, **law).log() + noise / law.get("temperature", 1.0)
     seen = None if penalty == 1 else texts.in_text[:, None].expand(2, 5, 40)
