@@ -129,18 +129,16 @@ def test_a_chat_answers(model, monkeypatch):
     assert model.chat("Hi") == model.chat("Hi", None, generation_config=GenerationConfig()) == long
 
 
-@pytest.mark.parametrize(
-    ("messages", "words"),
-    [
-        ([{"role": "user", "content": None}], "message 0 has no content; give a text"),
+def test_what_is_no_chat_is_refused_in_a_line(model):
+    user = {"role": "user", "content": "Hi"}
+    for messages, words in (
+        ([user, user | {"content": None}], "message 1 has no content; give a text"),
         ([{"content": "Hi"}], "message 0 has no 'role'"),
-        ([{"role": "assistant", "content": "x"}, {"role": "user", "content": "Hi"}], "message 0 is the assistant's"),
+        ([{"role": "assistant", "content": "x"}, user], "message 0 is the assistant's"),
         ([], "there are no messages"),
-    ],
-)
-def test_what_is_no_chat_is_refused_in_a_line(model, messages, words):
-    with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
-        model.chat(messages)
+    ):
+        with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
+            model.chat(messages)
 
 
 def test_what_is_no_draft_and_a_missing_tokenizer_are_named_before_anything_is_loaded(target, reference, tmp_path):

@@ -53,23 +53,15 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_draft_the_tree_and_the_
         assert drawn(Generate(target), law, 0, prompts, 30) == expected[: len(prompts)]
 
 
-@pytest.fixture
-def seer(target) -> tuple[Speculative, list[int]]:
-    """An engine whose drafts are never wrong, and the text that they foresee."""
-    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
-    engine = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
-    plant(engine, [future])
-    return engine, future
-
-
 @pytest.mark.parametrize(
     ("limit", "stop"), [*((limit, None) for limit in (1, 2, 8, 9, 16)), *((40, place) for place in range(9))]
 )
-def test_limits_and_stop_tokens_are_exact_and_accounted_for(seer, limit, stop):
-    """The stop token may be the prefill's, drafted, in the middle of an accepted path, or the bonus."""
-    engine, future = seer
-    stops = frozenset() if stop is None else {future[stop]}
-    end = 59 if stop is None else future.index(future[stop])
+def test_limits_and_stop_tokens_are_exact_and_accounted_for(target, limit, stop):
+    """Drafts are never wrong. The stop token may be the prefill's, drafted, in the middle of a path, or the bonus."""
+    future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
+    stops, end = (frozenset(), 59) if stop is None else ({future[stop]}, future.index(future[stop]))
+    engine = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
+    plant(engine, [future])
     decoded = engine.decode(PROMPTS[:1], limit, stops)[0]
     assert decoded.tokens == future[: min(limit, end + 1)]
     begins = range(1, len(decoded.tokens), 7)  # of rounds, after the prefill's token: six drafted ones and a bonus
@@ -99,7 +91,7 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
     """Else looked-up nodes beyond a chain would seem free."""
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
     engine = Speculative(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
-    list(engine.decode([[5, 9, 20]], 3, frozenset()))
+    engine.decode([[5, 9, 20]], 3, frozenset())
     assert engine.nodes == 5 and {5, 11} <= set(engine.costs.verify) and max(engine.costs.verify) == 11
     assert max(engine.budget.sizes) == 5
 

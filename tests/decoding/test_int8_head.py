@@ -67,15 +67,12 @@ def test_a_head_of_the_drafts_own_is_what_is_quantized():
     torch.testing.assert_close(near, own, rtol=0, atol=0.03 * own.abs().max().item())
 
 
-def test_it_is_taken_where_it_is_faster_or_asked_for(target):
+def test_it_is_taken_where_it_is_faster_or_asked_for(target, monkeypatch):
     draft = tiny_draft(target, [2, 2])
     assert Drafter(draft, target.embed_head, 4, 5).product is linear  # nobody asked
     assert choose_product(torch.zeros(8, 32, device="meta"), None) is linear
     taken = isinstance(Drafter(draft, target.embed_head, 4, 5, int8_head=None).product, Int8Head)
     assert taken <= (exact_levels() is not None)  # which of them is faster is this CPU's to say
-
-
-def test_a_cpu_without_exact_sums_says_so(target, monkeypatch):
     monkeypatch.setattr("poss_lightning.decoding.int8_head.exact_levels", lambda: None)
     with pytest.raises(ValueError, match="int8_head is true; it is for CPUs with exact products of bytes"):
-        Drafter(tiny_draft(target, [2, 2]), target.embed_head, 4, 5, int8_head=True)
+        Drafter(draft, target.embed_head, 4, 5, int8_head=True)

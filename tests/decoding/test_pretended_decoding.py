@@ -112,31 +112,25 @@ def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
     assert all(len(each) <= WAITS_A_ROUND for each in waits[1:])
 
 
-def test_trees_sized_in_every_round_give_the_hosts_tokens(device, monkeypatch):
-    """As on MPS, with looked-up tokens, too."""
-    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
-    engine = engine_of(load(DEVICE), tree="auto", lookup=3)
-    for law in (GREEDY, DRAWN):
-        assert tokens_of(engine, law, PROMPTS) == answers("eagle2", law, PROMPTS)
-    assert isinstance(engine.budget, PerRound)
-
-
-def test_a_settled_tree_is_found_and_then_waits_no_more(device, monkeypatch):
-    """The budget of CUDA: the first rounds are looked at, and then all are one graph."""
-    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
+@pytest.mark.parametrize(("kind", "prompts"), [(PerRound, PROMPTS), (Settled, PROMPTS[:1])])
+def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, kind, prompts):
+    """Sized in every round, as on MPS; or settled on in the first rounds, as on CUDA, and then all are one graph."""
+    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", kind)
     monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
-    engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto", lookup=3)), []
+    engine, settled = engine_of(load(DEVICE), tree="auto", lookup=3), []
+    engine.graphs.enabled = kind is Settled
 
     def watch(step):
-        settled = isinstance(engine.budget, Settled) and engine.budget.plan
-        waits.append((bool(settled), len(device.waits)))
+        if engine.budget.plan:
+            settled.append(len(device.waits))
         device.waits.clear()
 
-    said = tokens_of(engine, GREEDY, PROMPTS[:1], 16, stops=(), watch=watch)
-    assert said == answers("eagle2", GREEDY, PROMPTS[:1], 16, stops=())
-    settled = [count for is_settled, count in waits if is_settled]
-    assert len(settled) > 4 and max(settled[1:]) <= WAITS_A_ROUND  # in the first it settles
+    expected = answers("eagle2", DRAWN, prompts, 16, stops=())
+    assert tokens_of(engine, DRAWN, prompts, 16, stops=(), watch=watch) == expected
+    assert isinstance(engine.budget, kind)
+    if kind is Settled:  # in the first of these rounds
+        assert len(settled) > 4 and max(settled[1:]) <= WAITS_A_ROUND
 
 
 @pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])
