@@ -47,16 +47,12 @@ def test_drawn_chains_stand_for_all():
 def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
     """As with float16 features, a long batch, and a loss scaled up by the trainer."""
     predictions, features, counts, head = problem()
-    own, by = torch.randn_like(head), torch.tensor([1.0, 0.9, 0.81]) / 1e6
-    found = []
+    own, found = torch.randn_like(head), []
+    options = {"weights": {"token": 1.0}, "pass_weights": torch.tensor([1.0, 0.9, 0.81]) / 1e6}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [x.detach().to(dtype).requires_grad_() for x in (*predictions, own)]
-        losses = pass_losses(
-            *(given[:3], features.to(dtype), counts, head.to(dtype)),
-            weights={"token": 1.0},
-            draft_head=given[3].float(),
-            pass_weights=by,
-        )
+        rest = features.to(dtype), counts, head.to(dtype)
+        losses = pass_losses(given[:3], *rest, draft_head=given[3].float(), **options)
         found.append(torch.autograd.grad(1e6 * losses.total, given[3])[0].float())
     assert all((other - found[0]).norm() < 0.03 * found[0].norm() for other in found[1:])
 

@@ -24,6 +24,7 @@ from poss_lightning.decoding.verification import judge
 
 CPU, DEPTH, NODES = torch.device("cpu"), 6, 12
 CLAIMS = 0.95, 0.95, 0.6, 0.3, 0.05  # of a draft, at places easy and hard
+OVERSTATED = 1.5  # a token that it claims at c is right with the chance c to this power
 
 
 def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
@@ -77,7 +78,7 @@ def play(budget: AutoBudget, rounds: int, claims=CLAIMS, looked_up=0.0, matching
     """Tokens a second, by the costs, of chains with lookups; and the share of rounds that drafted.
 
     Args:
-        claims: the draft's chances, one by place; a token is right less often, as `right` has it.
+        claims: the draft's chances of a token, at one place or another.
         looked_up: the chance that a looked-up token is right, where something matches.
         matching: the chance that it does.
     """
@@ -88,7 +89,7 @@ def play(budget: AutoBudget, rounds: int, claims=CLAIMS, looked_up=0.0, matching
         said = torch.arange(1, DEPTH + 2)[None]  # what the target says: another token at each place
         drafted, continued = (
             torch.where(torch.tensor([[chance.random() < share for _ in range(DEPTH)]]), said[:, :-1], 0)
-            for share in (right(claim), looked_up if found else 0.0)
+            for share in (claim**OVERSTATED, looked_up if found else 0.0)
         )
         scores, depth = torch.arange(DEPTH + 1)[None] * torch.tensor(claim).log(), 0
         while depth < budget.depth and budget.go_deeper(depth, scores[:, depth : depth + 1]):
@@ -108,16 +109,11 @@ def play(budget: AutoBudget, rounds: int, claims=CLAIMS, looked_up=0.0, matching
     return tokens / seconds, drafts / rounds
 
 
-def right(claim: float) -> float:
-    """How often a drafted token is right: the draft overstates it."""
-    return claim**1.5
-
-
 def fixed_rate(machine: Costs, depth: int, claims=CLAIMS, looked_up=0.0, matching=0.0) -> float:
     """Tokens a second of chains that all have this depth, with as many looked-up tokens as `play` if any."""
     beside = DEPTH if matching else 0
     chances = [
-        1 - (1 - right(claim) ** place * (place <= depth)) * (1 - matching * looked_up**place)
+        1 - (1 - claim ** (OVERSTATED * place) * (place <= depth)) * (1 - matching * looked_up**place)
         for claim in claims
         for place in range(1, max(depth, beside) + 1)
     ]

@@ -48,10 +48,12 @@ class Streams:
 @pytest.fixture
 def streams(monkeypatch) -> Streams:
     streams = Streams()
-    fakes = {"CUDAGraph": lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: None)}
-    fakes |= {name: getattr(streams, name) for name in ("Stream", "device", "graph")}
-    fakes |= {"stream": lambda stream: nullcontext()}
-    fakes |= {"current_stream": lambda: streams.current, "set_stream": partial(setattr, streams, "current")}
+    fakes = {name: getattr(streams, name) for name in ("Stream", "device", "graph")} | {
+        "CUDAGraph": lambda: SimpleNamespace(pool=lambda: "pool", replay=lambda: None),
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda: streams.current,
+        "set_stream": partial(setattr, streams, "current"),
+    }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     return streams

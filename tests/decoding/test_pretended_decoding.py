@@ -4,7 +4,7 @@ Every result is the host's: the same answers, and values of a round within round
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 
 import pytest
@@ -55,8 +55,7 @@ def engine_of(target: Target, kind: str = "eagle2", **options) -> Speculative:
     return Speculative(target, draft, 2, 5, 2, int8_head=False, **options)
 
 
-def looked_up(target: Target) -> Speculative:
-    return Speculative(target, None, lookup=3)
+looked_up = partial(Speculative, draft=None, lookup=3)
 
 
 def with_graphs(decoder):
