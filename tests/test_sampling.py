@@ -40,7 +40,6 @@ def test_what_is_drawn_from_is_what_transformers_warpers_leave_in_their_order(la
     warpers += [theirs.MinPLogitsWarper(least)] if least else []
     found = process(logits.view(2, 4, size), **law).view(8, size)
     torch.testing.assert_close(found, theirs.LogitsProcessorList(warpers)(None, logits).softmax(-1))
-    torch.testing.assert_close(found.sum(-1), torch.ones(8))
 
 
 def test_of_equal_tokens_all_or_none_are_kept():

@@ -186,8 +186,6 @@ def test_bad_arguments_are_refused_by_name(model, arguments, words):
         model.generate(**TWO | arguments)
 
 
-# --- generation configs ---
-
 GIVEN = {"max_new_tokens": 7, "eos_token_id": 1, "pad_token_id": 2}
 # What configs on the hub say that asks for nothing.
 NEUTRAL = {"typical_p": 1.0, "num_beams": 1, "suppress_tokens": [], "cache_implementation": "dynamic"}

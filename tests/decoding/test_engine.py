@@ -204,8 +204,7 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
 
     def measure(*_):
         length = speculative.cache.slots.longest
-        seen[length] = Costs(1.0, dict.fromkeys((1, 2, 4, 8, 12), 10.0 + length))
-        return seen[length]
+        return seen.setdefault(length, Costs(1.0, dict.fromkeys((1, 2, 4, 8, 12), 10.0 + length)))
 
     monkeypatch.setattr(engine, "COSTS_LENGTH", 16)
     monkeypatch.setattr(engine.costs, "measure", measure)

@@ -41,7 +41,6 @@ def test_sums_are_exact_and_rows_stand_alone(case, levels):
     logits = Int8Head(head, levels)(features, head)
     (left, scale), (right, scales) = naive(features, LEVELS), naive(head, levels)
     exact = left.double() @ right.double().t() * scale[:, None] * scales
-    assert left.abs().max() == LEVELS and right.abs().max() == levels
     torch.testing.assert_close(logits.double(), exact, rtol=1e-6, atol=0)
     alone = [Int8Head(head, levels)(row[None, None], head)[0, 0] for row in features]
     assert torch.equal(logits, torch.stack(alone))
