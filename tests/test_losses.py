@@ -106,7 +106,7 @@ def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own,
     assert ours.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("apart", [8, 60])
+@pytest.mark.parametrize("apart", [8, 16, 24, 60])
 def test_acceptance_in_float32_where_next_to_nothing_overlaps(apart):
     """Both are certain, of different tokens: value and slope depend on an overlap that 1 - (1 - overlap) rounds."""
     logits = torch.zeros(2, 1, 1000)
