@@ -1,27 +1,22 @@
 """The chunked loss compared with its definition."""
 
-from itertools import product
-
 import pytest
 import torch
+from torch.nn.functional import pad
 
-from poss_lightning.losses.passes import pass_losses
+from poss_lightning.losses.passes import DEFAULT, pass_losses
 from poss_lightning.losses.slot_weights import dpace, draw_chains
-from poss_lightning.losses.terms import DISTRIBUTION_TERMS, acceptance
+from poss_lightning.losses.terms import acceptance
 from tests.support import naive
 from tests.support.steps import Largest
 
 
-def problem(seed=0, depth=3, batch=2, count=9, width=16, vocabulary=50):
-    generator = torch.Generator().manual_seed(seed)
-    predictions = [torch.randn(batch, count, width, generator=generator, requires_grad=True) for _ in range(depth)]
-    features = torch.randn(batch, count, width, generator=generator)
-    counts = torch.randint(0, depth + 2, (batch, count), generator=generator)
-    return predictions, features, counts, torch.randn(vocabulary, width, generator=generator)
-
-
-def terms(weights: tuple[float, float, float]) -> dict[str, dict[str, float]]:
-    return {"weights": dict(zip(("feature", "token", "topk"), weights, strict=True))}
+def problem(count=9, vocabulary=50):
+    generator = torch.Generator().manual_seed(0)
+    predictions = [torch.randn(2, count, 16, generator=generator, requires_grad=True) for _ in range(3)]
+    features = torch.randn(2, count, 16, generator=generator)
+    counts = torch.randint(0, 5, (2, count), generator=generator)
+    return predictions, features, counts, torch.randn(vocabulary, 16, generator=generator)
 
 
 def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
@@ -29,17 +24,13 @@ def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
     predictions, features, counts, head = problem()
     counts = counts.minimum(torch.arange(1, 10))  # no chain begins before its row
     chains = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) * (torch.arange(18).view(2, 9) % 3 > 0)
-    whole, ours = (pass_losses(predictions, features, counts, head, chains=own) for own in (None, chains))
-    every = pass_losses(predictions, features, counts, head, chains=torch.ones(2, 9))
-    torch.testing.assert_close(every.weighted, whole.weighted)
-    expected = torch.zeros(3)
-    for row, slot in (counts > 0).nonzero().tolist():
-        one = torch.zeros_like(counts)
-        one[row, slot] = counts[row, slot]
-        of_slot = pass_losses(predictions, features, one, head).weighted
-        for k in range(min(3, slot + 1)):
-            expected[k] += chains[row, slot - k] * of_slot[k]
-    torch.testing.assert_close(ours.weighted, expected)
+    by_slot = torch.stack([pad(chains, (k, 0))[:, :9] for k in range(3)])
+    twin = naive.pass_losses(DEFAULT, predictions, features, counts, head, slot_weights=by_slot)
+    whole, ones, ours = (
+        pass_losses(predictions, features, counts, head, chains=own) for own in (None, torch.ones(2, 9), chains)
+    )
+    torch.testing.assert_close(ours.weighted, twin.detach().float())
+    torch.testing.assert_close(ones.weighted, whole.weighted)
     assert torch.equal(ours.slots, whole.slots)
 
 
@@ -56,57 +47,63 @@ def test_drawn_chains_stand_for_all():
 def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
     """As with float16 features, a long batch, and a loss scaled up by the trainer."""
     predictions, features, counts, head = problem()
-    own, by = torch.randn_like(head), torch.tensor([1.0, 0.9, 0.81]) / 1e6
-    found = []
+    own, found = torch.randn_like(head), []
+    options = {"weights": {"token": 1.0}, "pass_weights": torch.tensor([1.0, 0.9, 0.81]) / 1e6}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [x.detach().to(dtype).requires_grad_() for x in (*predictions, own)]
-        losses = pass_losses(
-            *(given[:3], features.to(dtype), counts, head.to(dtype)),
-            **terms((0.0, 1.0, 0.0)),
-            draft_head=given[3].float(),
-            pass_weights=by,
-        )
+        rest = features.to(dtype), counts, head.to(dtype)
+        losses = pass_losses(given[:3], *rest, draft_head=given[3].float(), **options)
         found.append(torch.autograd.grad(1e6 * losses.total, given[3])[0].float())
     assert all((other - found[0]).norm() < 0.03 * found[0].norm() for other in found[1:])
 
 
-@pytest.mark.parametrize(
-    "weights, says",
-    [
+def test_invalid_weights_are_refused():
+    *given, head = problem()
+    for weights, says in (
         ({"feature": 1.0}, r"loss has feature: 1\.0, but a draft of this kind predicts no feature"),
         ({"tokens": 1.0}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
         ({"token": 0.0}, "give at least one term a weight above 0"),
-    ],
-)
-def test_invalid_weights_are_refused(weights, says):
-    predictions, features, counts, head = problem()
-    with pytest.raises(ValueError, match=says):
-        pass_losses(predictions, features, counts, head, draft_head=head.clone(), weights=weights)
+    ):
+        with pytest.raises(ValueError, match=says):
+            pass_losses(*given, head, draft_head=head.clone(), weights=weights)
 
 
-def doubled(problem, draft_head=None):
+def doubled(problem, own: bool):
+    """Predictions in float64, a head of the draft's own after them if it has one, and the rest."""
     predictions, features, counts, head = problem
-    wide = [x.detach().double().requires_grad_() for x in (*predictions, *([] if draft_head is None else [draft_head]))]
+    heads = [torch.randn(head.shape, generator=torch.Generator().manual_seed(1))] if own else []
+    wide = [x.detach().double().requires_grad_() for x in (*predictions, *heads)]
     return wide, features.double(), counts, head.double()
 
 
+TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
+
+
 @pytest.mark.parametrize(
-    ("name", "own"), [("feature", False), *product([*DISTRIBUTION_TERMS, "token", "topk"], [False, True])]
+    ("weights", "own"),
+    [
+        (TERMS | {"feature": 0.5}, False),
+        ({"feature": 0.7}, False),
+        (TERMS, True),
+        *(({name: 0.7}, True) for name in TERMS),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("chunk", [1, 4, None])
+@pytest.mark.parametrize("chunk", [4, None])
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
-def test_a_term_and_its_gradient_are_the_definition_s_in_float64(name, own, chunk, between):
-    head = torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) if own else None
-    wide, *given = doubled(problem(), head)
-    draft_head = wide[3] if own else None
-    by = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    ours = pass_losses(
-        wide[:3], *given, weights={name: 0.7}, **between, draft_head=draft_head, pass_weights=by, chunk=chunk
-    )
-    twin = naive.pass_losses({name: 0.7}, wide[:3], *given, **between, draft_head=draft_head)
-    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=0, atol=1e-10)
+@pytest.mark.parametrize("weigh", [None, dpace], ids=["alike", "dpace"])
+def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between, weigh):
+    wide, features, counts, head = doubled(problem(), own)
+    given, between = (wide[:3], features, counts, head), between | {"draft_head": wide[3] if own else None}
+    by, near = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), 1e-6 if weigh else 1e-10  # chances are in float32
+    ours = pass_losses(*given, weights=weights, **between, pass_weights=by, chunk=chunk, slot_weights=weigh)
+    slot_weights = naive.dpace(*given, **between) if weigh else None
+    twin = naive.pass_losses(weights, *given, **between, slot_weights=slot_weights)
+    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=near, atol=near)
+    torch.testing.assert_close(sum(weight * ours.by_term[name] for name, weight in weights.items()), ours.weighted)
     for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, (twin * by).sum())), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        torch.testing.assert_close(a, b, rtol=near, atol=near)
+    assert ours.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("apart", [8, 16, 24, 60])
@@ -124,43 +121,17 @@ def test_acceptance_in_float32_where_next_to_nothing_overlaps(apart):
 
 
 def test_an_own_head_learns_beside_a_frozen_layer_and_not_in_validation():
-    predictions, features, counts, head = problem(vocabulary=1000)
-    own, weights = torch.randn_like(head).requires_grad_(), {"token": 1.0}
-    together = pass_losses(predictions, features, counts, head, weights=weights, draft_head=own)
-    (expected,) = torch.autograd.grad(together.total, own)
+    predictions, *given = problem(vocabulary=1000)
+    own = torch.randn_like(given[-1]).requires_grad_()
+    options = {"weights": {"token": 1.0}, "draft_head": own}
     frozen = [prediction.detach() for prediction in predictions]
-    alone = pass_losses(frozen, features, counts, head, weights=weights, draft_head=own)
-    torch.testing.assert_close(torch.autograd.grad(alone.total, own)[0], expected)
+    together, alone = (pass_losses(each, *given, **options) for each in (predictions, frozen))
+    expected, found = (torch.autograd.grad(losses.total, own)[0] for losses in (together, alone))
+    torch.testing.assert_close(found, expected)
     with torch.no_grad(), Largest() as made:
-        validated = pass_losses(predictions, features, counts, head, weights=weights, draft_head=own, chunk=1)
+        validated = pass_losses(predictions, *given, **options, chunk=1)
     torch.testing.assert_close(validated.total, alone.total.detach())
     assert made.largest < own.numel()
-
-
-def test_terms_add_up():
-    weights = {"feature": 0.5, "token": 0.2, "topk": 2.0, "acceptance": 0.3}
-    torch.testing.assert_close(gradients(weights), sum(gradients({name: weight}) for name, weight in weights.items()))
-
-
-def gradients(weights):
-    wide, *given = doubled(problem())
-    return torch.stack(torch.autograd.grad(pass_losses(wide, *given, weights=weights).total, wide))
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_slots_weigh_in_the_loss_as_a_naive_twin_weighs_them(own):
-    head = torch.randn(50, 16, generator=torch.Generator().manual_seed(1)) if own else None
-    predictions, features, _, target_head = problem(batch=2, count=9)
-    # two spans of a row; and holes in one, as where an own head has no row for the target's token
-    counts = torch.tensor([[1, 2, 3, 3, 3, 0, 1, 2, 3], [1, 2, 0, 3, 3, 3, 0, 3, 3]])
-    wide, *given = doubled((predictions, features, counts, target_head), head)
-    draft_head = wide[3] if own else None
-    ours = pass_losses(wide[:3], *given, weights={"token": 1.0}, slot_weights=dpace, draft_head=draft_head, chunk=4)
-    weights = naive.dpace(wide[:3], *given, draft_head=draft_head)
-    twin = naive.pass_losses({"token": 1.0}, wide[:3], *given, draft_head=draft_head, slot_weights=weights)
-    torch.testing.assert_close(ours.weighted, twin.detach(), rtol=1e-6, atol=1e-6)
-    for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, twin.sum())), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_no_tensor_of_slots_times_vocabulary_outlives_its_chunk():
@@ -168,18 +139,10 @@ def test_no_tensor_of_slots_times_vocabulary_outlives_its_chunk():
     predictions, features, counts, head = problem(count=64, vocabulary=200)
     own = torch.randn_like(head).requires_grad_()
     with Largest() as watch:
-        losses = pass_losses(predictions, features, counts, head, **terms((0.0, 1.0, 0.0)), chunk=4, draft_head=own)
+        losses = pass_losses(predictions, features, counts, head, weights={"token": 1.0}, chunk=4, draft_head=own)
         losses.total.backward()
     passes, slots = len(predictions), int((counts > 0).sum())
     assert watch.largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
-
-
-def test_the_weighted_sum_and_the_counts():
-    predictions, features, counts, head = problem()
-    losses = pass_losses(predictions, features, counts, head, **terms((1.0, 0.1, 2.0)))
-    feature, token, topk = (losses.by_term[name] for name in ("feature", "token", "topk"))
-    torch.testing.assert_close(losses.weighted, feature + 0.1 * token + 2.0 * topk)
-    assert losses.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("own", [False, True])

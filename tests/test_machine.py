@@ -7,23 +7,15 @@ import pytest
 import torch
 
 from poss_lightning import machine
-from poss_lightning.machine import (
-    best_seconds,
-    check_kernel_tools,
-    choose_device,
-    choose_dtype,
-    choose_precision,
-    fast_dtype,
-)
 
 
 @pytest.fixture(autouse=True)
 def empty_caches():
     """Whatever was measured or logged before, a test measures and logs anew."""
-    fast_dtype.cache_clear()
+    machine.fast_dtype.cache_clear()
     machine._log_once.cache_clear()
     yield
-    fast_dtype.cache_clear()
+    machine.fast_dtype.cache_clear()
 
 
 @pytest.fixture
@@ -40,41 +32,35 @@ def cuda(monkeypatch):
 
 def test_this_machine_is_measured_and_the_choice_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="poss_lightning"):
-        chosen = {choose_dtype("auto", "cpu") for _ in range(3)}
+        chosen = {machine.choose_dtype("auto", "cpu") for _ in range(3)}
     (line,) = [record.getMessage() for record in caplog.records]
     assert chosen < {"bfloat16", "float32"} and line.startswith(f"{chosen.pop()}: this CPU multiplies ")
 
 
 @pytest.mark.parametrize(
-    ("ratio", "dtype", "words", "precision"),
+    ("device", "capability", "ratio", "dtype", "precision"),
     [
-        (0.4, "bfloat16", "this CPU multiplies it in 0.40 of the time of float32", "bf16-mixed"),
-        (4.3, "float32", "this CPU multiplies bfloat16 slowly, in 4.3 times the time of float32", "32-true"),
+        ("cpu", None, 0.4, "bfloat16", "bf16-mixed"),
+        ("cpu", None, 4.3, "float32", "32-true"),
+        ("cuda", (9, 0), None, "bfloat16", "bf16-mixed"),
+        ("cuda", (7, 5), None, "float16", "32-true"),
+        ("cuda", (6, 1), None, "float32", "32-true"),
     ],
 )
-def test_a_cpu_computes_in_what_it_multiplies_faster(monkeypatch, cuda, ratio, dtype, words, precision):
+def test_a_cpu_computes_in_what_it_multiplies_faster_and_a_gpu_in_what_it_reports(
+    monkeypatch, cuda, device, capability, ratio, dtype, precision
+):
     monkeypatch.setattr(machine, "bfloat16_over_float32", lambda device: ratio)
-    cuda(None)
-    assert fast_dtype("cpu") == (dtype, words)
-    assert choose_precision("cpu") == choose_precision("auto") == precision
-    assert choose_precision("gpu") == "32-true"  # there is none, which Lightning reports
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "precision"),
-    [((9, 0), "bfloat16", "bf16-mixed"), ((7, 5), "float16", "32-true"), ((6, 1), "float32", "32-true")],
-)
-def test_a_gpu_reports_its_fastest_dtype(cuda, capability, dtype, precision):
     cuda(capability)
-    chosen, reason = fast_dtype("cuda")
-    assert chosen == dtype and reason.startswith("Card ")
-    assert choose_device() == "cuda" and choose_precision("auto") == choose_precision("gpu") == precision
+    assert machine.choose_device() == device and machine.choose_dtype("auto", device) == dtype
+    assert machine.choose_precision("auto") == precision
+    assert machine.choose_precision("gpu") == (precision if capability else "32-true")  # Lightning reports that none is
 
 
 def test_apple_s_gpu_comes_before_the_cpu_and_trains_in_float32(monkeypatch, cuda):
     cuda(None)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert choose_device() == "mps" and choose_precision("auto") == "32-true"
+    assert machine.choose_device() == "mps" and machine.choose_precision("auto") == "32-true"
 
 
 def test_a_device_without_bfloat16_computes_in_float32(monkeypatch):
@@ -90,40 +76,41 @@ def test_a_device_without_bfloat16_computes_in_float32(monkeypatch):
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])
 def test_a_missing_device_an_old_torch_and_an_unknown_dtype_are_refused(device, monkeypatch, cuda):
     with pytest.raises(ValueError, match=rf"device is '{device}', which this machine or this torch does not have"):
-        choose_device(device)
+        machine.choose_device(device)
     with pytest.raises(ValueError, match="dtype is 'int3'; it must be auto, bfloat16, float16 or float32"):
-        choose_dtype("int3", "cpu")
+        machine.choose_dtype("int3", "cpu")
     cuda((9, 0))
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     with pytest.raises(ValueError, match=r"device is 'cuda', which takes torch 2.11 or newer; this is 2.10.1\+cu128"):
-        choose_device()
+        machine.choose_device()
 
 
 @pytest.mark.parametrize(("step", "options", "rounds"), [(1, {"repeats": 2}, 3), (10, {"repeats": 5, "enough": 25}, 2)])
 def test_works_are_timed_in_turn_after_a_first_round_that_does_not_count(monkeypatch, step, options, rounds):
     clock, done = count(step=step), []
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
-    took = best_seconds({"a": lambda: done.append("a"), "b": lambda: done.append("b")}, **options)
+    took = machine.best_seconds({"a": lambda: done.append("a"), "b": lambda: done.append("b")}, **options)
     assert done == ["a", "b"] * rounds and took == {"a": step, "b": step}
 
 
 def test_what_a_gpu_s_kernels_are_compiled_with_is_named_if_it_is_missing(monkeypatch, tmp_path):
-    header = tmp_path / "Python.h"
-    header.touch()
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(machine, "find_spec", lambda name: name)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in ("clang", "mycc") else None)
+    there = {"triton", "clang", "mycc"}
+    monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    check_kernel_tools()
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CC", raising=False)
+    machine.check_kernel_tools()
     monkeypatch.setenv("CC", "mycc")
-    check_kernel_tools()
+    machine.check_kernel_tools()
+
+    def refuses(words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            machine.check_kernel_tools()
+
+    (tmp_path / "Python.h").unlink()
+    refuses(r"needs Python's header .*Python\.h: apt-get install python3-dev")
     monkeypatch.setenv("CC", "gcc-99")
-    with pytest.raises(ValueError, match=r"needs a C compiler, here gcc-99: apt-get install gcc, or set CC"):
-        check_kernel_tools()
-    monkeypatch.delenv("CC")
-    header.unlink()
-    with pytest.raises(ValueError, match=r"needs Python's header .*Python\.h: apt-get install python3-dev"):
-        check_kernel_tools()
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs the package triton; it comes with torch for CUDA: pip install torch"):
-        check_kernel_tools()
+    refuses("needs a C compiler, here gcc-99: apt-get install gcc, or set CC")
+    there.clear()
+    refuses("needs the package triton; it comes with torch for CUDA: pip install torch")

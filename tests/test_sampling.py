@@ -1,19 +1,14 @@
 """One noise and one draw, against their twins, transformers' own warpers, and the laws of chance (seeds are fixed)."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import scipy.stats
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as theirs
 
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.sampling import Sampling, TokenSampler, argmax
 from tests.support import naive
 
@@ -40,12 +35,11 @@ def test_what_is_drawn_from_is_what_transformers_warpers_leave_in_their_order(la
     torch.manual_seed(1)
     logits = 3 * torch.randn(8, size)
     k, p, least = law.get("top_k"), law.get("top_p"), law.get("min_p")
-    warpers = [TemperatureLogitsWarper(law.get("temperature", 1.0))]
-    warpers += ([TopKLogitsWarper(k)] if k else []) + ([TopPLogitsWarper(p)] if p else [])
-    warpers += [MinPLogitsWarper(least)] if least else []
+    warpers = [theirs.TemperatureLogitsWarper(law.get("temperature", 1.0))]
+    warpers += ([theirs.TopKLogitsWarper(k)] if k else []) + ([theirs.TopPLogitsWarper(p)] if p else [])
+    warpers += [theirs.MinPLogitsWarper(least)] if least else []
     found = process(logits.view(2, 4, size), **law).view(8, size)
-    torch.testing.assert_close(found, LogitsProcessorList(warpers)(None, logits).softmax(-1))
-    torch.testing.assert_close(found.sum(-1), torch.ones(8))
+    torch.testing.assert_close(found, theirs.LogitsProcessorList(warpers)(None, logits).softmax(-1))
 
 
 def test_of_equal_tokens_all_or_none_are_kept():
@@ -54,16 +48,7 @@ def test_of_equal_tokens_all_or_none_are_kept():
         assert (process(logits, **law) > 0).tolist() == [True] * 4 + [False], law
 
 
-def test_half_precision_is_computed_in_float32():
-    assert process(torch.zeros(3, 7, dtype=torch.bfloat16)).dtype == torch.float32
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(ValueError, match="repetition_penalty is 0"):
-        Sampling(repetition_penalty=0)
-
-
-@pytest.mark.parametrize("size", [7, 128, 1280])
+@pytest.mark.parametrize("size", [7, 1280])
 def test_the_largest_is_found_and_the_first_of_equal_ones(size):
     x = torch.randint(0, 40, (5, 6, size), generator=torch.Generator().manual_seed(0)).bfloat16()
     assert torch.equal(argmax(x), x.max(-1).indices)
@@ -103,62 +88,41 @@ def test_the_noise_has_gumbel_s_law_and_nothing_goes_together():
     assert max(map(abs, errors)) < 4 and sum(error**2 for error in errors) < 2.5 * len(errors), errors
 
 
-def choose_all(texts: TokenSampler, logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """The tokens at places (B, n), each with its own noise."""
-    return texts.choose(logits, texts.noise(places), torch.arange(places.shape[1]).expand(places.shape))
-
-
-@pytest.mark.parametrize("p", [[1 / 7] * 7, [0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005], [0.999, *[0.001 / 6] * 6]])
-def test_a_million_draws_have_the_law(p):
-    """Chi-square, of draws, of pairs of neighbouring places, and of pairs of neighbouring texts."""
-    texts = sampler({}, prompts=[[0]] * 1000, size=7)
-    logits = torch.tensor(p).log().expand(1000, 1000, 7)
-    drawn = choose_all(texts, logits, torch.arange(1000).expand(1000, -1))
-    expected = torch.tensor(p, dtype=torch.float64)
-    assert scipy.stats.chisquare(drawn.flatten().bincount(minlength=7), 1e6 * expected).pvalue > 1e-3
-    both = torch.outer(expected, expected).flatten()
-    for first, second in ((drawn[:, ::2], drawn[:, 1::2]), (drawn[::2], drawn[1::2])):
-        counts = (7 * first + second).flatten().bincount(minlength=49)
-        often = both * counts.sum() > 5
-        assert scipy.stats.chisquare(counts[often], both[often] / both[often].sum() * counts[often].sum()).pvalue > 1e-3
-
-
 # --- the draw ---
 
 
 @pytest.mark.parametrize("law", [*LAWS, {"temperature": 0.9, "top_k": 4, "repetition_penalty": 1.4}], ids=str)
 def test_a_draw_is_the_largest_of_what_is_kept_with_its_noise(law):
-    texts = sampler(law, prompts=[[1, 2], [3, 39, 3]])
-    logits, places = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2)), torch.tensor([[4], [9]])
-    ids = torch.tensor([[1, 2, 2], [3, 39, 3]])
-    alike = RepetitionPenaltyLogitsProcessor(law.get("repetition_penalty", 1.0))
-    penalised = torch.stack([alike(ids, logits[:, i]) for i in range(5)], dim=1)
-    expected = process(penalised, **law).log() + texts.noise(places) / law.get("temperature", 1.0)
-    seen = None if "repetition_penalty" not in law else texts.in_text[:, None].expand(2, 5, 40)
-    found = texts.choose(logits, texts.noise(places), torch.zeros(2, 5, dtype=torch.long), seen)
-    assert torch.equal(found, expected.argmax(-1))
+    prompts = [[1, 2, 2], [3, 39, 3]]
+    texts, penalty = sampler(law, prompts=prompts), law.get("repetition_penalty", 1.0)
+    logits = 3 * torch.randn(2, 5, 40, generator=torch.Generator().manual_seed(2))
+    noise = texts.noise(torch.tensor([[4], [9]]))
+    alike = partial(theirs.RepetitionPenaltyLogitsProcessor(penalty), torch.tensor(prompts))
+    penalised = torch.stack([alike(place) for place in logits.unbind(1)], dim=1)
+    expected = process(penalised, **law).log() + noise / law.get("temperature", 1.0)
+    seen = None if penalty == 1 else texts.in_text[:, None].expand(2, 5, 40)
+    assert torch.equal(texts.choose(logits, noise, torch.zeros(2, 5, dtype=torch.long), seen), expected.argmax(-1))
 
 
 def test_greedy_is_the_limit_and_needs_no_noise():
     texts, logits = sampler({"temperature": 0}), torch.randn(1, 3, 40)
     assert texts.noise(torch.tensor([[1, 2, 3]])) is None
-    for law in (texts, sampler({"temperature": 1e-6})):
-        assert torch.equal(choose_all(law, logits, torch.tensor([[1, 2, 3]])), logits.argmax(-1))
+    for each in (texts, sampler({"temperature": 1e-6})):
+        found = each.choose(logits, each.noise(torch.tensor([[1, 2, 3]])), torch.arange(3)[None])
+        assert torch.equal(found, logits.argmax(-1))
     assert Sampling().probabilities(torch.tensor([0.0, 3.0, 1.0])).tolist() == [0, 1, 0]
 
 
-def test_what_is_no_number_still_draws_a_token():
-    for law in ({}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0}):
-        texts = sampler(law, size=256)
-        token = texts.next(torch.full((1, 256), torch.nan), torch.tensor([3]))
-        assert 0 <= int(token) < 256
+@pytest.mark.parametrize("law", [{}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}, {"temperature": 0}])
+def test_what_is_no_number_still_draws_a_token(law):
+    token = sampler(law, size=256).next(torch.full((1, 256), torch.nan), torch.tensor([3]))
+    assert 0 <= int(token) < 256
 
 
 def test_a_penalty_knows_what_stands_above_each_node():
     """A tree 3(1(2), 4) behind the text 5 5 3; after it, what was accepted is in the text."""
     texts = sampler({"temperature": 0, "repetition_penalty": 2.0}, prompts=[[5, 5, 3]], size=8)
-    tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), torch.eye(4, dtype=torch.bool)[None]
-    ancestors = ancestors | torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 0, 0]], dtype=torch.bool)
+    tokens, ancestors = torch.tensor([[3, 1, 2, 4]]), ancestor_mask(torch.tensor([[0, 0, 1, 0]]), 2)
     seen = texts.in_text_after(tokens, ancestors)
     assert [row.nonzero().flatten().tolist() for row in seen[0]] == [[3, 5], [1, 3, 5], [1, 2, 3, 5], [3, 4, 5]]
     texts.append(torch.tensor([[1, 7, 7]]))

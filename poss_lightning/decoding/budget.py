@@ -105,18 +105,10 @@ class AutoBudget(Budget):
 
     def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
         self.depth, self.nodes, self.calibration = depth, nodes, calibration
+        self.costs = costs  # of the current round; they change with the length of the texts
         self.beyond, self.alone = Worth(lookup), Worth(lookup)  # the drafted tree, and without one
-        self.statistics = RoundStatistics(depth, costs, calibration)
+        self.statistics = RoundStatistics(depth, calibration)
         self.active = [0]  # rows that count
-
-    @property
-    def costs(self) -> Costs:
-        """Costs of the current round; they change with the length of the texts."""
-        return self.statistics.costs
-
-    @costs.setter
-    def costs(self, costs: Costs) -> None:
-        self.statistics.costs = costs
 
     @property
     def sizes(self) -> list[int]:
@@ -125,8 +117,8 @@ class AutoBudget(Budget):
 
     @property
     def rate(self) -> float:
-        """λ of all rows that count."""
-        return len(self.active) * self.statistics.rate
+        """λ of all rows that count, tokens per second by the measured costs."""
+        return len(self.active) * (self.statistics.speed / self.costs.verify[1])
 
     def _add(self, done: Round, steps: int) -> None:
         """Count a round of `steps` draft steps."""
@@ -144,7 +136,8 @@ class AutoBudget(Budget):
             right = (continued == tokens[:, : len(places)]).cumprod(1) > 0
             ends = ~right.gather(1, accepted.clamp(max=len(places) - 1)[:, None])  # within what the target said
             self.alone.learn(found, (places <= accepted[:, None]) | ends, right)
-        self.statistics.add(done, self.active, steps, alone)
+        plain_steps = self.costs.break_even(steps, done.tree.tokens.shape[1])
+        self.statistics.add(done, self.active, steps, plain_steps, alone)
 
     def _most_worth(self, gains: list[float], nodes: int) -> int:
         """How many looked-up tokens to add to so many nodes, where the first 0, 1, … would bring these gains."""

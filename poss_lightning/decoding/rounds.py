@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
@@ -83,12 +82,11 @@ class RoundStatistics:
 
     Args:
         depth: the deepest tree.
-        costs: measured here.
         calibration: of the draft's path probabilities.
     """
 
-    def __init__(self, depth: int, costs: Costs, calibration: Calibration):
-        self.costs, self.calibration = costs, calibration
+    def __init__(self, depth: int, calibration: Calibration):
+        self.calibration = calibration
         self.continued = [2.0 * 0.6] * depth  # rounds whose path continued below depth k, and those in which it could
         self.reached = [2.0] * depth
         # Rounds, their tokens and plain steps, per row. Plain steps, not seconds: those grow with the text.
@@ -104,9 +102,9 @@ class RoundStatistics:
         return float(self.guess + self.drafted[2] + self.undrafted[2])
 
     @property
-    def rate(self) -> float:
-        """λ per row, tokens per second by the measured costs; at least plain decoding's."""
-        return max(self.tokens / self.plain_steps, 1) / self.costs.verify[1]
+    def speed(self) -> float:
+        """Tokens per plain step and row; at least plain decoding's."""
+        return max(self.tokens / self.plain_steps, 1)
 
     @property
     def without_draft(self) -> float:
@@ -127,14 +125,13 @@ class RoundStatistics:
         """How often a path that reaches `depth` continues."""
         return self.continued[depth] / self.reached[depth]
 
-    def add(self, done: Round, active: list[int], steps: int, alone: tuple[float, float]) -> None:
-        """Add a round of `steps` draft steps; only the active rows count.
+    def add(self, done: Round, active: list[int], steps: int, plain_steps: float, alone: tuple[float, float]) -> None:
+        """Add a round of `steps` draft steps, which took as long as `plain_steps`; only the active rows count.
 
         `alone` is what lookups alone were expected to bring, and their plain steps.
         """
         (tree, ancestors, verdict), nodes = done[:3], done.drafted
         tokens = 1 + float(verdict.accepted[active].float().mean())
-        plain_steps = self.costs.break_even(steps, tree.tokens.shape[1])
         self.guess *= MEMORY
         for account in (self.drafted, self.undrafted, self.alone):
             account *= MEMORY
