@@ -88,6 +88,18 @@ def test_the_noise_has_gumbel_s_law_and_nothing_goes_together():
     assert max(map(abs, errors)) < 4 and sum(error**2 for error in errors) < 2.5 * len(errors), errors
 
 
+def test_a_million_draws_have_the_law():
+    """Chi-square, of draws, of pairs of neighbouring places, and of pairs of neighbouring texts."""
+    p = torch.tensor([0.6, 0.2, 0.1, 0.05, 0.03, 0.015, 0.005], dtype=torch.float64)
+    texts, index = sampler({}, prompts=[[0]] * 1000, size=7), torch.arange(1000).expand(1000, -1)
+    drawn = texts.choose(p.log().float().expand(1000, 1000, 7), texts.noise(index), index)
+    assert scipy.stats.chisquare(drawn.flatten().bincount(minlength=7), 1e6 * p).pvalue > 1e-3
+    both = torch.outer(p, p).flatten()
+    for first, second in ((drawn[:, ::2], drawn[:, 1::2]), (drawn[::2], drawn[1::2])):
+        counts = (7 * first + second).flatten().bincount(minlength=49)
+        assert scipy.stats.chisquare(counts, both * counts.sum()).pvalue > 1e-3
+
+
 # --- the draw ---
 
 
