@@ -283,10 +283,10 @@ def test_what_cannot_be_is_refused(target):
 
 
 def test_seconds_by_part_make_the_total(target):
-    """What `tree: auto` measures, once, is no part of it."""
+    """What `tree: auto` measures is no part of it."""
     speculative, start = Speculative(target, tiny_draft(target, [6]), tree="auto"), perf_counter()
     first = speculative.decode([[5, 6]], 20, frozenset())[0].seconds
     assert first["total"] + first["measure"] <= perf_counter() - start
     seconds = speculative.decode([[5, 6]], 20, frozenset())[0].seconds
-    assert set(seconds) == {"prefill", "draft", "verify", "commit", "total"}
+    assert set(seconds) - {"measure"} == {"prefill", "draft", "verify", "commit", "total"}
     assert 0 < sum(value for part, value in seconds.items() if part != "total") <= seconds["total"]
