@@ -13,14 +13,14 @@ def make_data(store: Path, **changes) -> FeatureData:
     return FeatureData(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
 
 
-def ids(data: FeatureData) -> list[list[list[str]]]:
-    """Those of every batch, of training and of validation."""
-    return [[batch.ids for batch in loader] for loader in (data.train_dataloader(), data.val_dataloader())]
+def batches(data: FeatureData) -> list[list[list[int]]]:
+    """Samples of every batch, of training and of validation."""
+    return [loader.schedule.batches() for loader in (data.train_dataloader(), data.val_dataloader())]
 
 
 def test_a_seed_shuffles_the_training_and_not_the_validation(finished):
     """With another seed, the first validation batches would be other conversations, and their scores incomparable."""
-    (train, held), (other_train, other_held) = (ids(make_data(finished, seed=seed)) for seed in (0, 1))
+    (train, held), (other_train, other_held) = (batches(make_data(finished, seed=seed)) for seed in (0, 1))
     assert train != other_train and held == other_held
 
 
