@@ -138,13 +138,12 @@ def test_other_settings_do_not_resume(tmp_path, monkeypatch):
 
 
 def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
-    chat, stop = own.chat, min(own.chat.stops)
-    hello = own.tokenizer("Hello ").input_ids
+    chat, stop, hello = own.chat, min(own.chat.stops), own.tokenizer("Hello ").input_ids
     for tokens in ([*hello, stop], hello):
         assert dialogues._message(chat, "user", "Oh ", tokens) == {"role": "user", "content": "Oh Hello"}
         assert dialogues._message(chat, "assistant", "", tokens) == chat.message(tokens)
-    assert dialogues._message(chat, "assistant", "", [stop]) is None
-    assert dialogues._message(chat, "user", "", [*hello, 0, *hello]) is None
+    for tokens in ([stop], [*hello, 0, *hello]):
+        assert dialogues._message(chat, "user", "", tokens) is None
 
 
 def test_bad_numbers_are_refused_before_anything_is_written(tmp_path):
