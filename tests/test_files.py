@@ -35,12 +35,13 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
 
 @pytest.mark.parametrize("write", [atomic, atomic_folder])
 def test_the_next_writer_removes_what_a_killed_process_left(tmp_path, monkeypatch, write):
-    """But not what a living one writes, whose lock is held: here by this process."""
+    """Locked or not yet. But not what a living one writes, whose lock is held: here by this process."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), write(tmp_path / "first"):
         patch.setattr(files, "_remove", lambda folder: None)
         raise KeyboardInterrupt
     left = names(tmp_path)
     assert len(left) == 1
+    (tmp_path / f"{files.PREFIX}unlocked.tmp").mkdir()
     with write(tmp_path / "second"):
         assert len(names(tmp_path)) == 1 and names(tmp_path) != left
         with atomic(tmp_path / "third"):

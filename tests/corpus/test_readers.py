@@ -209,6 +209,7 @@ MALFORMED = [
     (CHAT | {"id": "\ud83d"}, "its id holds half a surrogate pair"),
     (CHAT | {"chat_template_kwargs": {"a": "\ud83d"}}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
     ({"messages": [HI, HELLO | {"weight": 0.5}]}, "an answer's 'weight' is 0.5; it must be 0 or 1"),
+    ({"messages": [HI, HELLO | {"loss_mask": [1, 0]}]}, "an answer's 'loss_mask' is [1, 0]; it must be 0 or 1"),
     ({"prompt": [HI, HELLO], "completion": [HELLO]}, "'prompt' ends with the assistant, and 'completion' may continue"),
     ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' must be a text, it is a dict"),
     (CHAT | {"images": ["a.png"]}, "it has 'images', and only text is read"),
