@@ -146,11 +146,11 @@ def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
         assert dialogues._message(chat, "user", "", tokens) is None
 
 
-def test_bad_numbers_are_refused_before_anything_is_written(tmp_path):
-    for change, words in (
-        ({"temperature": 0.0}, "temperature is 0"),
-        ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            write(tmp_path / "corpus.jsonl", **change)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"temperature": 0.0}, "temperature is 0"), ({"answer_tokens": 600}, "do not fit the 512 that tiny reads")],
+)
+def test_bad_numbers_are_refused_before_anything_is_written(tmp_path, change, words):
+    with pytest.raises(ValueError, match=words):
+        write(tmp_path / "corpus.jsonl", **change)
     assert contents(tmp_path) == {}

@@ -101,12 +101,12 @@ def test_a_shard_that_another_rank_holds_is_written_once_that_ends(finished, tar
 @pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 9))])
 def test_ranks_write_the_bytes_of_one(finished, target, tmp_path, world):
     """All at once, as threads: the locks are the operating system's, and hold between open files."""
+
+    def write(rank: int) -> None:
+        write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(rank, world))
+
     with ThreadPoolExecutor(world) as threads:
-        work = [
-            threads.submit(write_store, tmp_path, target, make_conversations(), **SIZES, rank=Rank(rank, world))
-            for rank in range(world)
-        ]
-    assert [done.result() for done in work] == [None] * world
+        list(threads.map(write, range(world)))
     assert contents(tmp_path) == contents(finished) and not (tmp_path / UNFINISHED).exists()
 
 
