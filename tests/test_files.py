@@ -25,40 +25,28 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
     with atomic(path) as temporary:
         temporary.write_text("complete")
         assert temporary.parent.parent == path.parent and not path.exists()
+    for error in (RuntimeError("odd"), OSError(errno.EACCES, "not yours")):
+        with pytest.raises(type(error)) as caught, atomic(path) as temporary:
+            temporary.write_text("half")
+            raise error
+        assert caught.value is error
     assert path.read_text() == "complete" and names(path.parent) == ["file"]
-
-
-def test_a_failure_leaves_the_old_file_and_nothing_temporary(tmp_path):
-    with pytest.raises(RuntimeError), atomic(tmp_path / "file"):
-        raise RuntimeError
-    assert names(tmp_path) == []
-    (tmp_path / "file").write_text("old")
-    with pytest.raises(RuntimeError), atomic(tmp_path / "file") as temporary:
-        temporary.write_text("half")
-        raise RuntimeError
-    assert (tmp_path / "file").read_text() == "old" and names(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("write", [atomic, atomic_folder])
 def test_the_next_writer_removes_what_a_killed_process_left(tmp_path, monkeypatch, write):
-    """But not what a living one writes, whose lock is held: here by this process."""
+    """Locked or not yet. But not what a living one writes, whose lock is held: here by this process."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), write(tmp_path / "first"):
         patch.setattr(files, "_remove", lambda folder: None)
         raise KeyboardInterrupt
     left = names(tmp_path)
     assert len(left) == 1
+    (tmp_path / f"{files.PREFIX}unlocked.tmp").mkdir()
     with write(tmp_path / "second"):
         assert len(names(tmp_path)) == 1 and names(tmp_path) != left
         with atomic(tmp_path / "third"):
             assert len(names(tmp_path)) == 2
     assert names(tmp_path) == ["second", "third"]
-
-
-def test_a_folder_removed_by_another_process_before_it_is_locked_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "mkdtemp", lambda **options: str(tmp_path / f"{files.PREFIX}gone.tmp"))
-    with atomic(tmp_path / "file") as path:
-        path.write_text("complete")
-    assert names(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
@@ -78,7 +66,7 @@ def test_a_folder_removed_by_another_process_while_it_is_locked_is_made_again(tm
     assert names(tmp_path) == ["file"] and not gone
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+@pytest.mark.parametrize("mask", [0o077, 0o002])
 def test_every_file_has_the_user_s_umask(tmp_path, mask):
     before = os.umask(mask)
     try:
@@ -120,13 +108,6 @@ def test_a_full_disk_is_named_whatever_the_writer_raises(tmp_path, monkeypatch, 
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("odd"), OSError(errno.EACCES, "not yours")])
-def test_any_other_error_of_a_writer_stays_as_it_is(tmp_path, error):
-    with pytest.raises(type(error)) as caught, atomic(tmp_path / "file"):
-        raise error
-    assert caught.value is error and names(tmp_path) == []
-
-
 def test_of_two_writers_the_first_has_the_folder_and_the_last_the_file(tmp_path):
     folder, file = tmp_path / "folder", tmp_path / "file"
     with pytest.raises(FileExistsError, match="is there already"), atomic_folder(folder):
@@ -152,9 +133,8 @@ def test_work_removes_its_own_files_alone(tmp_path):
     (work.folder / "first.json").write_text("mine")
     work.clear()
     assert names(work.folder) == ["first.json", "thesis.txt"]
-    for use in (lambda: work.claim({}), lambda: work.exclusive().__enter__()):
-        with pytest.raises(ValueError, match=r"unfinished has files of others, and .* needs that name"):
-            use()
+    with pytest.raises(ValueError, match=r"unfinished has files of others, and .* needs that name"):
+        work.claim({})
     work.clear()
     assert names(work.folder) == ["first.json", "thesis.txt"]
 
@@ -175,35 +155,29 @@ def test_the_hub_s_reason_is_given_in_one_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     words = (
-        "draft 'a/draft' is neither a local folder nor a hub id that can be reached (OSError: 401 Client Error.), nor"
+        r"^draft 'a/draft' is neither a local folder nor a hub id .* \(OSError: 401 Client Error\.\), nor a friend's$"
     )
-    with pytest.raises(FileNotFoundError, match=f"^{re.escape(words)} a friend's$"):
+    with pytest.raises(FileNotFoundError, match=words):
         fetch("a/draft", "draft", ["*"], ", nor a friend's")
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_bytes(b"\xef\xbb\xbf" + '{"größe": 1}'.encode())
+    assert read_json(path) == {"größe": 1}
+    for content, words in (
         (b"{oops", "is not JSON: Expecting property name"),
         ("{'größe'}".encode("latin-1"), "is not JSON: 'utf-8' codec can't decode"),
         (b"[]", "is a list; it must be a JSON object"),
-    ],
-)
-def test_a_file_without_a_json_object_is_named(tmp_path, content, words):
-    (tmp_path / "run.json").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/run.json {words}")):
-        read_json(tmp_path / "run.json")
-
-
-def test_a_json_object_may_have_a_byte_order_mark(tmp_path):
-    (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf" + '{"größe": 1}'.encode())
-    assert read_json(tmp_path / "a.json") == {"größe": 1}
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(f"{path} {words}")):
+            read_json(path)
 
 
 @pytest.mark.parametrize(
     ("address", "public"),
     [
-        ("s3://KEY:SECRET@bucket/a/store", "s3://bucket/a/store"),
         ("s3://KEY:SEC/RE@T@bucket/store", "s3://bucket/store"),
         ("sftp://me@host:22/store", "sftp://host:22/store"),
         ("https://host:8080/a?sig=SECRET#x", "https://host:8080/a"),
@@ -212,11 +186,9 @@ def test_a_json_object_may_have_a_byte_order_mark(tmp_path):
         ("file:///home/SECRET/store", "store"),
         ("/home/SECRET/store/", "store"),
         ("~/SECRET/store", "store"),
-        ("../SECRET/store", "store"),
         (r"C:\Users\SECRET\store", "store"),
         (r"\\SECRET\share\store", "store"),
         ("..", "folder"),
-        ("~", "folder"),
         ("runs/./store", "runs/store"),
         (Path.cwd() / "runs" / "store", "runs/store"),
         ("owner/name", "owner/name"),

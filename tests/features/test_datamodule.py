@@ -9,28 +9,18 @@ import torch
 from poss_lightning.features.datamodule import FeatureData
 
 
-def make_data(store: Path, epoch: int = 0, training: bool = True, **changes) -> FeatureData:
-    data = FeatureData(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
-    data.trainer = SimpleNamespace(
-        overfit_batches=0,
-        limit_train_batches=1.0,
-        training=training,
-        current_epoch=epoch,
-        global_rank=0,
-        world_size=1,
-        accumulate_grad_batches=1,
-    )
-    return data
+def make_data(store: Path, **changes) -> FeatureData:
+    return FeatureData(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
 
 
-def ids(data: FeatureData) -> list[list[list[str]]]:
-    """Those of every batch, of training and of validation."""
-    return [[batch.ids for batch in loader] for loader in (data.train_dataloader(), data.val_dataloader())]
+def batches(data: FeatureData) -> list[list[list[int]]]:
+    """Samples of every batch, of training and of validation."""
+    return [loader.schedule.batches() for loader in (data.train_dataloader(), data.val_dataloader())]
 
 
 def test_a_seed_shuffles_the_training_and_not_the_validation(finished):
     """With another seed, the first validation batches would be other conversations, and their scores incomparable."""
-    (train, held), (other_train, other_held) = (ids(make_data(finished, seed=seed)) for seed in (0, 1))
+    (train, held), (other_train, other_held) = (batches(make_data(finished, seed=seed)) for seed in (0, 1))
     assert train != other_train and held == other_held
 
 
@@ -50,8 +40,10 @@ def test_a_conversation_longer_than_a_batch_is_counted_in_a_warning(finished):
 def test_noise_is_for_training_and_new_in_every_epoch(finished):
     batch = next(iter(make_data(finished).train_dataloader()))
 
-    def noise(**changes) -> torch.Tensor:
-        return make_data(finished, **changes).on_after_batch_transfer(batch, 0).draft_input - batch.features
+    def noise(epoch: int = 0, training: bool = True, **changes) -> torch.Tensor:
+        data = make_data(finished, **changes)
+        data.trainer = SimpleNamespace(training=training, current_epoch=epoch)
+        return data.on_after_batch_transfer(batch, 0).draft_input - batch.features
 
     drawn = noise()
     assert drawn.any() and drawn.equal(noise())
@@ -60,11 +52,10 @@ def test_noise_is_for_training_and_new_in_every_epoch(finished):
 
 
 def test_arguments_are_of_a_store_or_of_a_corpus(finished):
-    with pytest.raises(ValueError, match="give one of them"):
-        FeatureData()
-    with pytest.raises(ValueError, match="give one of them"):
-        FeatureData(str(finished), corpus="x.jsonl")
-    for name, value in {"target": "x", "max_length": 60, "dtype": "float32", "parallel": "layers"}.items():
+    for sources in ({}, {"store": str(finished), "corpus": "x.jsonl"}):
+        with pytest.raises(ValueError, match="give one of them"):
+            FeatureData(**sources)
+    for name, value in {"target": "x", "chat_template_kwargs": {"a": 1}}.items():
         with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* has its features already: leave {name} out"):
             FeatureData(str(finished), **{name: value})
     FeatureData(str(finished), target="embedded", max_length=2048)  # the defaults, as a config.yaml has them

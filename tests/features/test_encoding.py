@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 
-from poss_lightning.features.encoding import _numbers, decode, encode, vector_bytes
+from poss_lightning.features.encoding import decode, encode, vector_bytes
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def features(dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """(6, 7, 48): vectors of very different size, each with an entry far larger than the rest."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(6, 7, 48, generator=generator) * torch.logspace(-3, 2, 7)[:, None]
-    drawn[..., 5] *= 200
+def features(dtype: torch.dtype) -> torch.Tensor:
+    """(7, 48): vectors of very different size, with an entry far larger than the rest; the first is zero."""
+    drawn = torch.randn(7, 48, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 2, 7)[:, None]
+    drawn[:, 5] *= 200
+    drawn[0], drawn[1, ::3] = 0, 0
     return drawn.clamp(-60_000, 60_000).to(dtype)
 
 
@@ -32,12 +32,12 @@ def naive_e4m3() -> torch.Tensor:
 
 
 def naive_scale(vector: torch.Tensor) -> float:
-    return 2.0 ** math.ceil(math.log2(vector.double().abs().max() / 448))
+    return 2.0 ** math.ceil(math.log2(vector.double().abs().max() / 448)) if vector.any() else 1.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_entry_becomes_the_nearest_number(dtype):
-    for vector in features(dtype)[0]:
+    for vector in features(dtype):
         grid = naive_e4m3() * naive_scale(vector)
         nearest = (grid - vector.double()[:, None]).abs().amin(1)
         difference = (kept(vector).double() - vector.double()).abs()
@@ -51,16 +51,9 @@ def test_the_largest_entry_fits_anywhere_between_powers_of_two(largest):
     torch.testing.assert_close(kept(x), x, rtol=1 / 16, atol=0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zeros_stay_zeros_and_signs_stay(dtype):
-    x = features(dtype)
-    x[0], x[1, :, ::3] = 0, 0
-    assert (kept(x)[x == 0] == 0).all() and (kept(x) * x >= 0).all()
-
-
 @pytest.mark.parametrize("broken", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_not_hidden(broken):
-    x = features(torch.bfloat16)[0]
+    x = features(torch.bfloat16)
     x[2, 7] = broken
     assert not kept(x)[2].isfinite().any() and kept(x)[[0, 1, 3, 4, 5, 6]].isfinite().all()
 
@@ -68,13 +61,6 @@ def test_what_is_not_finite_is_not_hidden(broken):
 def test_codes_are_read_as_torch_reads_them():
     codes = torch.arange(256, dtype=torch.uint8)
     numbers = codes.view(torch.float8_e4m3fn).to(torch.bfloat16)
+    found = decode(torch.cat([torch.ones(1).view(torch.uint8), codes]), "float8", torch.bfloat16)
     finite = numbers.isfinite()  # two codes are nan, which encode never leaves beside a finite scale
-    assert finite.sum() == 254 and _numbers(codes)[finite].equal(numbers[finite])
-    assert _numbers(codes)[128].signbit()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_exact_is_exact(dtype):
-    x = features(dtype)
-    assert encode(x, "exact").shape[-1] == vector_bytes(48, dtype, "exact") == 48 * dtype.itemsize
-    assert decode(encode(x, "exact"), "exact", dtype).equal(x)
+    assert finite.sum() == 254 and found[finite].equal(numbers[finite]) and found[128].signbit()

@@ -48,70 +48,45 @@ def sample(name: str, length: int, width: int = 4) -> Sample:
     return Sample(name, tokens, greedy, [(2, length)], torch.randn(length, width, generator=generator))
 
 
-@pytest.mark.parametrize("rows", [[["a"], ["b"], ["c"]], [["a", "b"], ["c"]], [["c", "a", "b"]]], ids=str)
-def test_collate_concatenates_conversations_and_pads_on_the_right(rows):
-    samples = {name: sample(name, length) for name, length in (("a", 5), ("b", 9), ("c", 3))}
-    batch = collate([[samples[name] for name in row] for row in rows])
-    assert batch.ids == [name for row in rows for name in row]
-    assert batch.tokens.shape[1] == max(map(sum, batch.lengths)) and batch.draft_input is batch.features
-    for (row, here), name in zip(batch.parts(), batch.ids, strict=True):
-        one = samples[name]
+def test_collate_concatenates_conversations_and_pads_on_the_right():
+    rows = [[sample("a", 3), sample("b", 9)], [sample("c", 5)]]
+    batch = collate(rows)
+    assert batch.ids == ["a", "b", "c"] and batch.tokens.shape == (2, 12) and batch.draft_input is batch.features
+    for (row, here), one in zip(batch.parts(), [*rows[0], *rows[1]], strict=True):
         assert batch.tokens[row, here].equal(one.tokens) and batch.features[row, here].equal(one.features)
         assert batch.greedy[row, here].equal(one.greedy)
         assert batch.counts[row, here].equal(counted_passes(len(one.tokens), np.array(one.spans)))
         assert batch.positions[row, here].tolist() == list(range(len(one.tokens)))
-    for row, lengths in enumerate(batch.lengths):
-        rest = slice(sum(lengths), None)
-        assert not batch.tokens[row, rest].any() and not batch.features[row, rest].any()
-        assert not batch.counts[row, rest].any() and not batch.positions[row, rest].any()
-        assert (batch.greedy[row, rest] == -1).all()
+    for padded in (batch.tokens, batch.features, batch.counts, batch.positions, batch.greedy + 1):
+        assert not padded[1, 5:].any()
     assert batch.step.tokens == 17 and batch.step.batches == 1
     assert batch.step.slots(12).tolist() == [int((batch.counts >= k).sum()) for k in range(1, 13)]
 
 
-def test_noise_is_bounded_per_conversation_and_zero_in_the_padding():
-    batch = collate([[sample("a", 5, 64), sample("b", 7, 64)], [sample("c", 30, 64)]])
-    noise = add_noise(batch, 0.2, [1, 2, 3]) - batch.features
-    for row, here, length in ((0, slice(0, 5), 5), (0, slice(5, 12), 7), (1, slice(0, 30), 30)):
-        bound = 0.1 * 512 / length
-        assert noise[row, here].abs().max() <= bound * (1 + 1e-5)
-        assert noise[row, here].abs().max() > 0.95 * bound and noise[row, here].std() > 0.5 * bound
+def test_noise_is_bounded_by_the_length_of_a_conversation_and_does_not_depend_on_its_neighbours():
+    samples = [sample("a", 5, 64), sample("b", 7, 64), sample("c", 30, 64)]
+    batch, seeds = collate([samples[:2], samples[2:]]), (1, 2, 3)
+    noise = add_noise(batch, 0.2, [*seeds]) - batch.features
+    for (row, here), one, seed in zip(batch.parts(), samples, seeds, strict=True):
+        bound, found = 0.1 * 512 / len(one.tokens), noise[row, here]
+        assert 0.95 * bound < found.abs().max() <= bound * (1 + 1e-5) and found.std() > 0.5 * bound
+        alone, other = (add_noise(collate([[one]]), 0.2, [number])[0] - one.features for number in (seed, seed + 1))
+        assert found.equal(alone) and not found.equal(other)
+        assert batch.features[row, here].equal(one.features)  # the batch itself is unchanged
     assert not noise[0, 12:].any()
 
 
-def test_noise_does_not_depend_on_the_neighbours():
-    short, long = sample("a", 5), sample("b", 30)
-    together, alone = collate([[long, short]]), collate([[short]])
-    noisy = add_noise(together, 0.2, [7, 8])[0, 30:]
-    assert noisy.equal(add_noise(alone, 0.2, [8])[0]) and not noisy.equal(add_noise(alone, 0.2, [9])[0])
-    assert together.features.equal(collate([[long, short]]).features)  # the batch itself is unchanged
-
-
-def test_the_split_has_two_disjoint_sides_that_cover_all():
-    names = [f"c{i}" for i in range(1000)]
-    train, held = split(names, 0.2, seed=0)
-    assert sorted(train + held) == list(range(1000))
-    assert 150 < len(held) < 250
-    assert split(names, 0.2, seed=0) == (train, held) != split(names, 0.2, seed=1)
-
-
-def test_a_side_depends_on_the_conversation_alone():
-    names = [f"c{i}" for i in range(300)]
-    fewer = [name for i, name in enumerate(names) if i % 3][::-1]
-    held, held_of_fewer = ({group[i] for i in split(group, 0.2, seed=4)[1]} for group in (names, fewer))
-    assert held_of_fewer == held & set(fewer)
-    assert held <= {names[i] for i in split(names, 0.3, seed=4)[1]}
-
-
-@pytest.mark.parametrize("validation", [1e-9, 0.5, 1 - 1e-9])
-@pytest.mark.parametrize("count", [2, 12])
-def test_few_conversations_have_two_sides_too(count, validation):
+@pytest.mark.parametrize("validation", [1e-9, 0.2, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 1000])
+def test_a_side_depends_on_the_conversation_alone_and_none_is_empty(count, validation):
     """A side that would be empty gets the one conversation that is nearest to it."""
-    names = [f"c{i}" for i in range(count)]
-    train, held = split(names, validation, 0)
-    assert train and held and sorted(train + held) == list(range(count))
-    expected = sum(stable_number(f"0/{name}") / 2**63 < validation for name in names)
-    assert len(held) == min(max(expected, 1), count - 1)
+    numbers = {i: stable_number(f"4/c{i}") / 2**63 for i in range(count)}
+    train, held = split([f"c{i}" for i in range(count)], validation, seed=4)
+    below = sum(number < validation for number in numbers.values())
+    ordered = sorted(numbers, key=lambda i: numbers[i])
+    border = min(max(below, 1), count - 1)
+    assert held == sorted(ordered[:border]) and train == sorted(ordered[border:])
+    assert abs(len(held) - validation * count) < 50
 
 
 def test_one_text_many_times_is_split_and_one_conversation_is_not(caplog):
@@ -134,14 +109,12 @@ def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> li
 
 
 def test_rows_are_packed_by_best_fit():
-    lengths = np.random.default_rng(3).integers(2, 60, 200)
+    """A sample beyond the budget is alone."""
+    lengths = np.random.default_rng(3).integers(2, 80, 200)
     ordered = np.argsort(-lengths, kind="stable").tolist()
-    found = pack_rows(ordered, lengths, 64)
-    assert all(sum(lengths[batch]) <= 64 for batch in found)
-    sums = sorted(sum(lengths[batch]) for batch in found)
-    assert sums == sorted(sum(lengths[batch]) for batch in naive_best_fit(ordered, lengths, 64))
-    long = pack_rows([3, 1, 0, 2], np.array([5, 50, 4, 60]), 20)
-    assert sorted(map(sorted, long)) == [[0, 2], [1], [3]]  # a sample beyond the budget is alone
+    found, expected = (pack(ordered, lengths, 64) for pack in (pack_rows, naive_best_fit))
+    assert sorted(sum(lengths[batch]) for batch in found) == sorted(sum(lengths[batch]) for batch in expected)
+    assert sorted(i for batch in found for i in batch) == sorted(ordered)
 
 
 def schedule(epoch: int = 0, **changes) -> Schedule:
@@ -157,44 +130,29 @@ def shown(planned) -> list[int]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_every_epoch_has_every_sample_once_within_the_budget(training):
+def test_every_epoch_has_every_sample_once_in_the_same_number_of_batches_within_the_budget(training):
+    """Lightning asks for the length once, and would drop batches or skip validation if it changed."""
     indices = list(range(0, 300, 2))
     for epoch in range(3):
-        planned = list(schedule(epoch, indices=indices, training=training))
-        assert sorted(shown(planned)) == indices
+        made = schedule(epoch, indices=indices, training=training)
+        planned = list(made)
+        assert sorted(shown(planned)) == indices and len(planned) == made.total
         assert all(sum(LENGTHS[b.samples]) <= 100 for b in planned)
 
 
 def test_the_order_follows_seed_and_epoch():
-    def order(seed: int, epoch: int) -> list[list[int]]:
-        return schedule(epoch, seed=seed).batches()
-
-    first = order(0, 0)
-    assert first == order(0, 0)
-    assert first != order(0, 1) != order(1, 1) and first != order(1, 0)
-    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in order(0, 1)}  # nor only reordered
-
-
-def test_every_epoch_has_the_same_number_of_batches():
-    """Lightning asks for the length once, and would drop batches or skip validation if it changed."""
-    lengths = np.random.default_rng(1).integers(2, 300, 3000)
-    spans = [np.array([[1, 2]])] * 3000
-    made = schedule(indices=list(range(3000)), lengths=lengths, spans=spans, batch_tokens=2000)
-    counts = set()
-    for epoch in range(4):
-        made.set_epoch(epoch)
-        counts.add(len(made.batches()))
-    assert counts == {made.total}
+    first, again, epoch, seed = (schedule(e, seed=s).batches() for s, e in ((0, 0), (0, 0), (0, 1), (1, 0)))
+    assert first == again and first not in (epoch, seed)
+    assert {frozenset(batch) for batch in first} != {frozenset(batch) for batch in epoch}  # nor only reordered
 
 
 def test_validation_keeps_one_order_whose_beginning_is_a_fair_sample():
     first = shown(schedule(0, training=False))
     assert shown(schedule(3, training=False)) == first
-    begin = [LENGTHS[i] for i in first[: len(first) // 4]]
-    assert abs(np.mean(begin) - LENGTHS.mean()) < 0.25 * LENGTHS.mean()
+    assert LENGTHS[first[: len(first) // 4]].mean() == pytest.approx(LENGTHS.mean(), rel=0.25)
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 1), (3, 1), (1, 4), (2, 3), (5, 2)])
+@pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (3, 1), (1, 4), (2, 3)])
 def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumulate):
     shares = [list(schedule(rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
     assert {len(share) for share in shares} == {len(schedule(world=world, accumulate=accumulate))}
@@ -209,9 +167,9 @@ def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumula
             assert planned.step.tokens == LENGTHS[shown(step)].sum() and planned.step.batches == world * accumulate
 
 
-@pytest.mark.parametrize("before", [(1, 1), (2, 1), (3, 2)])
-@pytest.mark.parametrize("after", [(1, 1), (2, 1), (2, 3), (4, 1)])
-@pytest.mark.parametrize("taken", [0, 1, 4, 7, 10_000])
+@pytest.mark.parametrize("before", [(1, 1), (3, 2)])
+@pytest.mark.parametrize("after", [(1, 1), (3, 2), (4, 1)])
+@pytest.mark.parametrize("taken", [0, 4, 10_000])
 def test_a_schedule_resumes_at_the_exact_sample_with_any_number_of_processes(before, after, taken):
     def made(world_accumulate, rank=0, epoch=2):
         world, accumulate = world_accumulate
@@ -239,17 +197,13 @@ def test_a_state_of_other_data_is_refused(other):
         schedule().load_state_dict(schedule(**other).state_dict())
 
 
-class Numbers:
-    """A source of tiny samples."""
-
-    def __getitem__(self, index: int) -> Sample:
-        return sample(str(index), int(LENGTHS[index]))
+SAMPLES = [sample(str(i), int(length)) for i, length in enumerate(LENGTHS)]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_nothing_counts_in_a_batch_that_completes_the_last_step(workers):
     made = schedule(indices=[0, 1, 2], world=2, accumulate=2, rank=1, batch_tokens=40)
-    batches = list(Loader(Numbers(), made, workers))
+    batches = list(Loader(SAMPLES, made, workers))
     assert made.taken == len(batches) == len(made) and not batches[-1].counts.any()
     assert batches[-1].step.slots(3).sum() > 0
 
@@ -258,7 +212,7 @@ def test_nothing_counts_in_a_batch_that_completes_the_last_step(workers):
 def test_a_loading_process_outlives_a_signal_to_the_whole_job(number):
     """The training needs its batches until the end of the step, and ends the process itself."""
     made = schedule(batch_tokens=40)
-    batches = iter(Loader(Numbers(), made, 1))
+    batches = iter(Loader(SAMPLES, made, 1))
     next(batches)
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid, number)

@@ -4,12 +4,12 @@ import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-from poss_lightning.corpus.readers import Conversation
 from poss_lightning.extract import extract
 from poss_lightning.features import manifest, writing
 from poss_lightning.features.manifest import StoreError
@@ -21,40 +21,34 @@ from poss_lightning.ranks import Rank, local_rank, order, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 from tests.support.stores import SIZES, contents, dies_after, dies_at, make_conversations
-from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
 
 
-def kill(folder: Path, target: Target, forwards: int = 4) -> None:
+def kill(folder: Path, target: Target) -> None:
     """Begin a store, and die after some forwards of the target."""
-    with dies_after(target, "text_layers", forwards):
+    with dies_after(target, "text_layers", 4):
         write_store(folder, target, make_conversations(), **SIZES)
 
 
-@pytest.mark.parametrize("forwards", [4, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 7))])
-def test_a_killed_run_resumes_without_reading_again(finished, target, tmp_path, monkeypatch, forwards):
-    kill(tmp_path, target, forwards)
-    with pytest.raises(StoreError, match=r"not a finished feature store.*(with the same `poss extract`|writes one)\)"):
+def test_a_killed_run_resumes_and_reads_again_only_what_is_torn(finished, target, tmp_path, monkeypatch):
+    """A shard of another size than its receipt says is torn; what a machine that died was writing is removed."""
+    kill(tmp_path, target)
+    with pytest.raises(StoreError, match=r"not a finished feature store.*\(resume with the same `poss extract`\)"):
         FeatureStore(tmp_path)
-    there, written, hashed = {path.name for path in tmp_path.glob("shard-*")}, [], []
+    torn, left = tmp_path / "shard-00000.arrow", tmp_path / ".poss.another-machine.12345678.tmp"
+    whole = {path.name for path in tmp_path.glob("shard-*") if path != torn}
+    torn.write_bytes(b"cut")
+    left.mkdir()
+    (left / "shard-00001.arrow").write_bytes(b"half")
+    (left / MARK).touch()
+    written, hashed = [], []
     monkeypatch.setattr(manifest, "sha256", lambda path: hashed.append(path.name) or sha256(path))
     monkeypatch.setattr(
         writing, "write_shard", lambda path, *rest: written.append(path.name) or write_shard(path, *rest)
     )
     write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert (there or forwards == 1) and written and not there & set(written)
+    assert whole and torn.name in written and not whole & set(written)
     assert hashed == [*written, "ends.safetensors"] and contents(tmp_path) == contents(finished)
-
-
-def test_a_torn_shard_is_written_again_and_leftovers_are_removed(finished, target, tmp_path):
-    """A shard of another size than its receipt says; and what a machine that died was writing."""
-    kill(tmp_path, target)
-    (tmp_path / "shard-00000.arrow").write_bytes(b"cut")
-    left = tmp_path / ".poss.another-machine.12345678.tmp"
-    left.mkdir()
-    (left / "shard-00001.arrow").write_bytes(b"half")
-    (left / MARK).touch()
-    write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert contents(tmp_path) == contents(finished)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -68,81 +62,52 @@ def test_a_run_killed_at_any_file_resumes(finished, target, tmp_path, monkeypatc
     assert contents(tmp_path) == contents(finished)
 
 
-# --- other settings ---
-
-
-def other_target() -> Target:
-    return tiny_target(seed=1)
-
-
-def other_template() -> Target:
-    return Target(tiny_model(), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
-
-
 @pytest.mark.parametrize("is_finished", [True, False])
-@pytest.mark.parametrize(
-    ("make", "conversations", "sizes", "word"),
-    [
-        (other_target, 24, {}, "target"),
-        (other_template, 24, {}, "template"),
-        (tiny_target, 24, {"max_length": 59}, "max_length 60, now 59"),
-        (tiny_target, 24, {"stored": "float8"}, "stored 'exact', now 'float8'"),
-        (tiny_target, 24, {"layers": (1,)}, "layers [], now [1]"),
-        (tiny_target, 23, {}, "corpus"),
-    ],
-)
-def test_stores_are_not_mixed(finished, target, tmp_path, is_finished, make, conversations, sizes, word):
+def test_stores_of_other_settings_are_not_mixed(finished, target, tmp_path, is_finished):
+    """All that differs is named, in one line."""
+    other = Target(tiny_model(seed=1), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
+    changes = {"max_length": 59, "stored": "float8", "layers": (1,)}
     folder, kind, words = finished, StoreError, "holds a different store"
     if not is_finished:
         folder, kind, words = tmp_path, ValueError, "begun with other settings"
         kill(folder, target)
     before = contents(folder)
     with pytest.raises(kind, match=words) as error:
-        write_store(folder, make(), make_conversations(conversations), **SIZES | sizes)
-    assert word in str(error.value) and "\n" not in str(error.value)
+        write_store(folder, other, make_conversations(23), **SIZES | changes)
+    named = ("target ", "template ", "max_length 60, now 59", "stored 'exact', now 'float8'", "layers [], now [1]")
+    assert all(setting in str(error.value) for setting in (*named, "corpus ")) and "\n" not in str(error.value)
     assert contents(folder) == before
 
 
 # --- ranks ---
 
 
-def test_a_shard_of_a_rank_that_died_is_written_when_the_command_is_given_again(
-    finished, target, tmp_path, monkeypatch, capsys
-):
-    """A rank holds a shard while another writes all the others; the operating system frees what a dead one held."""
+def test_a_shard_that_another_rank_holds_is_written_once_that_ends(finished, target, tmp_path, monkeypatch, capsys):
+    """Even while this one waits for a last look. The operating system frees what a dead rank held."""
     work = Work(tmp_path / UNFINISHED)
     with work.exclusive():
-        other = work.part("shard-00001")
-    monkeypatch.setattr(writing.time, "sleep", lambda _: None)
-    with other:
+        part = work.part("shard-00001")
+    with ExitStack() as other:
+        other.enter_context(part)
+        monkeypatch.setattr(writing.time, "sleep", lambda _: None)
         write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
         assert re.search(r"1 of \d+ shards are with other processes", capsys.readouterr().out)
         assert "manifest.json" not in contents(tmp_path)
-    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
+        monkeypatch.setattr(writing.time, "sleep", lambda _: other.close())
+        write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
     assert contents(tmp_path) == contents(finished)
 
 
 @pytest.mark.parametrize("world", [3, *(pytest.param(n, marks=pytest.mark.nightly) for n in (2, 9))])
 def test_ranks_write_the_bytes_of_one(finished, target, tmp_path, world):
     """All at once, as threads: the locks are the operating system's, and hold between open files."""
+
+    def write(rank: int) -> None:
+        write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(rank, world))
+
     with ThreadPoolExecutor(world) as threads:
-        work = [
-            threads.submit(write_store, tmp_path, target, make_conversations(), **SIZES, rank=Rank(rank, world))
-            for rank in range(world)
-        ]
-    assert [done.result() for done in work] == [None] * world
+        list(threads.map(write, range(world)))
     assert contents(tmp_path) == contents(finished) and not (tmp_path / UNFINISHED).exists()
-
-
-def test_a_shard_that_another_rank_gives_up_at_the_last_moment_is_written(finished, target, tmp_path, monkeypatch):
-    """Rank 1 holds it while rank 0 looks; it then ends, and rank 0 sees no receipt: late, or never to come."""
-    work = Work(tmp_path / UNFINISHED)
-    with work.exclusive():
-        other = work.part("shard-00001")
-    other.__enter__()
-    monkeypatch.setattr(writing.time, "sleep", lambda _: other.__exit__(None, None, None))
-    write_store(tmp_path, target, make_conversations(), **SIZES, rank=Rank(0, 2))
-    assert contents(tmp_path) == contents(finished)
 
 
 def test_clearing_the_work_does_not_hurt_a_process_that_waits_for_its_lock(tmp_path):
@@ -185,12 +150,12 @@ def test_a_rank_is_read_from_the_environment(environment, expected):
     [("cuda", 4, 8, "cuda:3"), ("cuda", 1, 8, "cuda:0"), ("cuda", 4, 1, "cuda"), ("cpu", 4, 8, "cpu")],
 )
 def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, expected):
-    for name, value in (("RANK", 7 % world), ("WORLD_SIZE", world), ("LOCAL_RANK", 3 % world)):
-        monkeypatch.setenv(name, str(value))
+    def load(name, dtype, device, *others, **options):
+        raise InterruptedError(device)
+
+    monkeypatch.setattr("poss_lightning.extract.this_rank", lambda: Rank(7 % world, world, 3 % world))
+    monkeypatch.setattr("poss_lightning.extract.read_conversations", lambda *given: [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    loaded = []
-    monkeypatch.setattr(Target, "load", lambda *arguments, **options: loaded.append(arguments))
-    monkeypatch.setattr("poss_lightning.extract.write_store", lambda *arguments, **options: None)
-    monkeypatch.setattr("poss_lightning.extract.read_conversations", lambda *arguments: list[Conversation]())
-    extract("corpus.jsonl", str(tmp_path / "out"), device=device)
-    assert loaded == [("embedded", "auto", expected, "none")]
+    monkeypatch.setattr(Target, "load", load)
+    with pytest.raises(InterruptedError, match=f"^{expected}$"):
+        extract("corpus.jsonl", str(tmp_path / "out"), device=device)
