@@ -21,8 +21,9 @@ PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
-TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width; every draft meets two of them
+TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width
 DRAWN = Sampling(1.0, top_p=0.95)
+WAYS = [(GREEDY, True), (DRAWN, True), (DRAWN, False)]  # how answers are chosen, and whether drafts see the draw
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +74,12 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
 
 
 @pytest.mark.parametrize(
-    ("allocation", "options", "tree", "sampling"),
-    [(*draft, TREES[(at + i) % 3], (GREEDY, DRAWN)[i]) for at, draft in enumerate(DRAFTS) for i in range(2)],
+    ("allocation", "options", "tree", "way"),
+    [(*draft, TREES[(at + i) % 3], way) for at, draft in enumerate(DRAFTS) for i, way in enumerate(WAYS)],
     ids=str,
 )
-@pytest.mark.parametrize("sees", [True, False])
-def test_replayed_rounds_are_the_engines(target, allocation, options, tree, sampling, sees, monkeypatch):
-    """For greedy and drawn answers, and for drawn ones where drafts do not see the draw."""
+def test_replayed_rounds_are_the_engines(target, allocation, options, tree, way, monkeypatch):
+    sampling, sees = way
     depth, nodes, width = tree
     plain, draws = drawn(target, sampling)
     draft = lucky(target, plain, allocation, sum(tree), **options)
