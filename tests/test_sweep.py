@@ -172,13 +172,23 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     assert first.endswith(capsys.readouterr().out) and not (tmp_path / "cells" / "one").exists()
 
 
+@pytest.mark.nightly
+def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
+    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
+    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
+    sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
+    records = read_records(tmp_path / "cells/one/seed-7")
+    assert {record.method for record in records} == {"plain", "generate", "one"}
+    assert {record.seed for record in records} == {7}
+
+
 def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment):
     """In options of the training, alone and within a text, and in those of its measure."""
     choices = {"one": {"model": {"allocation": [2], "start_from": "runs/${seed}/draft", "warmup": "${seed}"}}}
-    folder = experiment(fit={"data.seed": 7}, choices=choices, replay={"store": "dev", "limit": "${seed}"})
-    cell = cell_of(folder, "one")
+    replayed = {"store": "dev", "limit": "${seed}"}
+    cell = cell_of(experiment(fit={"data.seed": 7}, choices=choices, seeds=[1], replay=replayed), "one", 1)
     model = cell.training["model"]
-    assert (model["start_from"], model["warmup"], cell.options["limit"]) == ("runs/0/draft", 0, 0)
+    assert (model["start_from"], model["warmup"], cell.options["limit"]) == ("runs/1/draft", 1, 1)
     assert cell.training["data"]["seed"] == 7
 
 
@@ -223,6 +233,15 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
     assert "another process is training it" in out and "1 of 2 trainings are done" in out
 
 
+def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
+    sweep(experiment())
+    line, rows = facts_of(tmp_path, "two"), packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]
+    line["inputs"]["trainer/base.yaml"] = "another"
+    pack(tmp_path, "two", 0, line | {"scalars": {}}, [row | {"prompt_tokens": 999} for row in rows])
+    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
+        sweep(experiment())
+
+
 # --- settings and inputs ---
 
 
@@ -231,13 +250,9 @@ def test_a_training_of_different_settings_is_refused(experiment, tmp_path, comma
     other = {"choices": {"one": {"model": {"allocation": [1]}}}, "reference": None}
     with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
         sweep(experiment(**other))
-    mine = tmp_path.parent / "mine"
-    shutil.copytree(tmp_path, mine)
-    experiment(seeds=[0, 1], replay={"store": "nowhere"})
-    (tmp_path / "sweep.yaml").rename(mine / "sweep.yaml")
     words = r"one/seed-0 was .*\(replay.nodes, replay.store\), as 2 of 4 were: .*copy its sweep.yaml alone"
     with pytest.raises(ValueError, match=words):
-        sweep(str(mine))
+        sweep(experiment(seeds=[0, 1], replay={"store": "nowhere"}))
 
 
 def test_settings_are_those_of_the_training(experiment):
@@ -297,19 +312,14 @@ def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, stores,
     assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
 
 
-def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experiment, tmp_path, commands):
+def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands):
     """Every validation rewrites the draft's folder, so that of an unfinished training is no start."""
-    start = str(tmp_path / "cells/one/seed-${seed}/draft-last")
-    (tmp_path / "start.yaml").write_text(f"model: {{start_from: {start.replace('${seed}', '3')}}}")
-    for two in (
-        {"two": {"model": {"allocation": [1, 1], "start_from": start}}},
-        {"two": {"config": [str(tmp_path / "start.yaml")], "model": {"allocation": [1, 1]}}},
-    ):
-        sweep(experiment(seeds=[3], choices=ONE | two))
-        place = start.replace("${seed}", "3")
-        assert facts_of(tmp_path, "two", 3)["inputs"][place] == sha256(Path(place) / "model.safetensors")
-        unpack(tmp_path, "two", 3)
-        shutil.rmtree(tmp_path / "cells/two")
+    start = str(tmp_path / "cells/one/seed-3/draft-last")
+    two = {"two": {"model": {"allocation": [1, 1], "start_from": start.replace("seed-3", "seed-${seed}")}}}
+    sweep(experiment(seeds=[3], choices=ONE | two))
+    assert facts_of(tmp_path, "two", 3)["inputs"][start] == sha256(Path(start) / "model.safetensors")
+    unpack(tmp_path, "two", 3)
+    shutil.rmtree(tmp_path / "cells/two")
     (tmp_path / "cells/one/seed-3/finished").unlink()
     with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 3: .*one/seed-3 is not finished"):
         sweep(experiment(seeds=[3], choices=two, reference="two"))
@@ -437,26 +447,3 @@ def test_a_training_apart_ends_with_its_sweep(tmp_path):
     parent.kill()
     parent.wait()
     wait_until(lambda: not facts.exists() or " Z " in facts.read_text())
-
-
-def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
-    sweep(experiment())
-    line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
-    (tmp_path / "cells.jsonl").write_text(lines.replace(line["inputs"]["trainer/base.yaml"], "another", 1))
-    rows = [row | {"prompt_tokens": 999} for row in packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]]
-    pack(tmp_path, "two", 0, line | {"scalars": {}}, rows)
-    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
-        sweep(experiment())
-
-
-# --- real trainings and benchmarks ---
-
-
-@pytest.mark.nightly
-def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
-    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
-    sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
-    records = read_records(tmp_path / "cells/one/seed-7")
-    assert {record.method for record in records} == {"plain", "generate", "one"}
-    assert {record.seed for record in records} == {7}
