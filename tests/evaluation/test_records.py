@@ -14,9 +14,7 @@ from poss_lightning.evaluation.records import (
     by_cell,
     check_drafts,
     check_targets,
-    find_depths,
     read_records,
-    read_runs,
     read_sources,
     to_line,
 )
@@ -120,16 +118,6 @@ def test_a_cell_keeps_the_scalars_that_are_read_and_older_cells_are_read(tmp_pat
     assert {cell[0].question for cell in by_cell(read_sources(tmp_path)).values()} == {None, "Why?"}
     pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it
     assert [record.question for record in read_records(tmp_path)] == [None, None]
-
-
-def test_run_facts_tolerate_gaps(tmp_path):
-    for name, facts in {"a": {"methods": {"poss-2": {"depth": 6}, "x": {}}}, "b": {"device": "cpu"}}.items():
-        write(tmp_path / name)
-        (tmp_path / name / "run.json").write_text(json.dumps(facts))
-    write(tmp_path / "c")
-    runs = read_runs(tmp_path)
-    assert list(runs) == [str(tmp_path / "a"), str(tmp_path / "b")] and find_depths(runs) == {"poss-2": 6}
-    check_drafts(runs)
 
 
 def test_a_name_is_of_one_draft_and_records_are_of_one_target():

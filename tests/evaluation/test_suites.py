@@ -98,45 +98,40 @@ def test_a_limit_looks_no_further(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("records", "words"),
     [
-        (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
-        (b'{"turns": ["a", " "]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
-        (b'{"turns": []}\n', r"suite\.jsonl:1: `turns` is \[\]; it must be a text, or a list"),
-        (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: `messages` has no message of a user"),
-        (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
-        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "suite repeats question_id 1;"),
+        ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
+        ([{"turns": ["a", " "]}], r":1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
+        ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
+        ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
+        ([{"turns": ["a"], "question_id": [1]}], r":1: question_id is \[1\]"),
+        ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
         (
-            json.dumps({"turns": [f"{forms.WITHHELD}\n\nTell me."]}).encode(),
-            r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
+            [{"turns": [f"{forms.WITHHELD}\n\nTell me."]}],
+            ":1: `turns` says that SPEED-Bench .*prepare.py.*: name a file",
         ),
-        (b"\n", "has no questions"),
+        ([], " has no questions"),
     ],
 )
-def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
-    (tmp_path / "suite.jsonl").write_bytes(data)
+def test_malformed_suites_are_named_by_file_and_line(tmp_path, records, words):
+    (tmp_path / "suite.jsonl").write_text(lines(*records))
     with pytest.raises(ValueError, match=words):
-        read_suites([str(tmp_path / "suite.jsonl")])
+        read_suites([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("sources", "words"),
     [
         ("nowhere", "suite 'nowhere' is not a .jsonl file, .* chat, code, .*hub:mt_bench"),
         ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
         ("chat?feild=a", "'feild' is not an option; there are field"),
         ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
+        (["chat", "chat"], r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"),
     ],
 )
-def test_sources_that_do_not_exist(source, words):
+def test_sources_that_do_not_exist_or_have_one_name_are_refused(sources, words):
     with pytest.raises((FileNotFoundError, ValueError), match=words):
-        read_suites([source])
-
-
-def test_two_suites_of_one_name_are_refused(tmp_path):
-    (tmp_path / "chat.jsonl").write_text(lines({"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
-        read_suites(["chat", str(tmp_path)])
+        read_suites(sources)
 
 
 # --- the hub ---
@@ -212,8 +207,7 @@ def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path):
     rows = [{"instruction": f"Say {n}.", "input": "x" * (n % 3 == 0)} for n in range(200)]
     source = "hub:alpaca?repo=" + data_set(tmp_path / "copy", rows)
     questions = read_suites([source], limit=100)
-    assert [question.turns[0] for question in questions] == [f"Say {n}." for n in range(150) if n % 3]
-    assert len({question.id for question in questions}) == 100
+    assert [(one.id, one.turns) for one in questions] == [(n + 1, [f"Say {n}."]) for n in range(150) if n % 3]
     assert read_suites([source]) == questions[:80] and read_suites([source], limit=3) == questions[:3]
 
 
@@ -233,7 +227,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     [question] = read_suites([source])  # the only config; validation where there is no test
     assert (question.suite, question.id, question.turns) == ("talks", "c", ["a"])
     many = "hub:" + data_set(tmp_path / "many", [{"prompt": "a"}] * 90)
-    assert (len(read_suites(many)), len(read_suites(many, hub_limit=None)), len(read_suites(many, 2))) == (80, 90, 2)
+    assert (len(read_suites(many)), len(read_suites(many, hub_limit=None))) == (80, 90)
     options = "?config=english&split=validation&field=text"
     assert [question.turns for question in read_suites([source + options])] == [["b"]]
 
@@ -241,21 +235,15 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
+        ("hub:FOLDER", "choose .split= of train_a, train_b"),
         ("hub:FOLDER?config=nosuch", "cannot be read: .*nosuch.* Available"),
-        ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'article'; it has question$"),
+        ("hub:sum?repo=FOLDER&config=default&split=train_a", "row 1 has no 'article'; it has question$"),
     ],
 )
 def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
-    folder = data_set(tmp_path / "talks", [{"question": "a"}])
+    folder = data_set(tmp_path / "talks", [{"question": "a"}], "default", "train_a", "train_b")
     with pytest.raises(ValueError, match=words):
         read_suites([source.replace("FOLDER", folder)])
-
-
-def test_several_splits_and_none_named(tmp_path):
-    folder = data_set(tmp_path / "talks", [{"prompt": "a"}], "default", "train_a", "train_b")
-    with pytest.raises(ValueError, match=r"choose .split= of train_a, train_b"):
-        read_suites([f"hub:{folder}"])
-    assert read_suites([f"hub:{folder}?split=train_b"])[0].source == f"{folder} default train_b"
 
 
 @pytest.mark.parametrize("place", ["datasets.load_dataset_builder", "datasets.IterableDataset.__iter__"])
