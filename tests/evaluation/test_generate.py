@@ -23,6 +23,8 @@ from poss_lightning.terminal import printable
 from tests.support.tiny import tiny_draft
 
 NUMBER = r"\d+\.\d+"
+PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
+PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
 
 
 @pytest.fixture
@@ -66,30 +68,26 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tree", "sampled"), [("fixed", {}), ("auto", {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4})]
+    ("draft", "options", "line"),
+    [
+        (True, {"tree": "fixed"}, TAU + PLAIN),
+        (True, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
+        (True, {"compare": False}, PREPARED + TAU),
+        (False, {}, ""),
+        (False, {"lookup": 4}, PREPARED + TAU + PLAIN),
+    ],
 )
-def test_the_answer_its_speed_and_plain_decoding(common, target, capsys, tree, sampled):
-    generate("How many legs?", tree=tree, **sampled, **common)
-    text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
-    measured = rf" \(after {NUMBER} s of preparation\)" if tree == "auto" else ""
-    plain = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
-    assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}" + plain, line)
+def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(
+    common, alone, target, capsys, draft, options, line
+):
+    generate("How many legs?", **(common if draft else alone), **options)
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
+    assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{line}", last)
     prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
-    sampling = Sampling(sampled["temperature"], sampled["top_k"], sampled["top_p"]) if sampled else GREEDY
-    seeded = torch.Generator().manual_seed(sampled.get("seed", 0))
+    sampling = Sampling(*(options[name] for name in ("temperature", "top_k", "top_p") if name in options))
+    seeded = torch.Generator().manual_seed(options.get("seed", 0))
     (expected,) = Autoregressive(target).decode([prompt], 20, sampling=sampling, generator=seeded)
     assert text == printable(target.chat.text(expected.tokens))
-
-
-def test_without_a_draft_or_a_comparison_the_last_line_is_shorter(common, alone, capsys):
-    rate, measured = rf"20 tokens, {NUMBER} tokens/s", rf" \(after {NUMBER} s of preparation\)"
-    for options, line in (
-        (common | {"compare": False}, rf"{rate}{measured}, τ {NUMBER}"),
-        (alone, rate),
-        (alone | {"lookup": 4}, rf"{rate}{measured}, τ {NUMBER}, {NUMBER} × plain .*, same tokens"),
-    ):
-        generate("Hi", **options)
-        assert re.search(rf"\n\n{line}\n$", capsys.readouterr().out)
 
 
 def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
@@ -141,10 +139,8 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     generate(first, chat=True, **common)
     out = capsys.readouterr().out
-    assert [[message["content"] for message in messages if message["role"] == "user"] for messages in asked] == [
-        ["One?"],
-        ["One?", "Two?"],
-    ]
+    said = [[message["content"] for message in messages[::2]] for messages in asked]
+    assert said == [["One?"], ["One?", "Two?"]]
     answer = asked[1][1]
     assert answer["role"] == "assistant" and f"{printable(answer['content'])}\n\n20 tokens" in out
     assert out.count("20 tokens, ") == 2 and "plain decoding" not in out
