@@ -21,6 +21,7 @@ import yaml
 from poss_lightning.draft.folder import SHIPPED
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import cell as module
+from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
 from poss_lightning.evaluation.provenance import COMMIT
 from poss_lightning.evaluation.records import read_records, read_runs
@@ -129,21 +130,19 @@ def commands(monkeypatch) -> Commands:
     return ran
 
 
-def facts_of(experiment: Path, choice: str, seed: int = 0) -> dict:
-    (cell,) = packed_cells(experiment / "cells" / choice / f"seed-{seed}")
+def facts_of(experiment: Path, choice: str) -> dict:
+    (cell,) = packed_cells(experiment / "cells" / choice)
     return cell.facts
 
 
-def unpack(experiment: Path, choice: str, seed: int = 0) -> None:
+def unpack(experiment: Path, choice: str) -> None:
     """Leave a cell as if its process had been killed before it noted that the cell is done."""
     lines = (experiment / "cells.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if (json.loads(line)["choice"], json.loads(line)["seed"]) != (choice, seed)]
-    (experiment / "cells.jsonl").write_text("".join(kept))
+    (experiment / "cells.jsonl").write_text("".join(line for line in lines if json.loads(line)["choice"] != choice))
 
 
-def cell_of(folder: str, choice: str, seed: int = 0):
-    cells = Sweep.load(Path(folder, "sweep.yaml")).cells(Path(folder))
-    return next(cell for cell in cells if cell.key == (choice, seed))
+def cells_of(folder: str) -> list[PlannedCell]:
+    return Sweep.load(Path(folder, "sweep.yaml")).cells(Path(folder))
 
 
 # --- what it does ---
@@ -186,14 +185,14 @@ def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment):
     """In options of the training, alone and within a text, and in those of its measure."""
     choices = {"one": {"model": {"allocation": [2], "start_from": "runs/${seed}/draft", "warmup": "${seed}"}}}
     replayed = {"store": "dev", "limit": "${seed}"}
-    cell = cell_of(experiment(fit={"data.seed": 7}, choices=choices, seeds=[1], replay=replayed), "one", 1)
+    (cell,) = cells_of(experiment(fit={"data.seed": 7}, choices=choices, seeds=[1], replay=replayed))
     model = cell.training["model"]
     assert (model["start_from"], model["warmup"], cell.options["limit"]) == ("runs/1/draft", 1, 1)
     assert cell.training["data"]["seed"] == 7
 
 
 def test_shards_share_the_trainings_out(experiment):
-    cells = Sweep.load(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
+    cells = cells_of(experiment(seeds=[0, 1, 2]))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
     assert all({cell.choice for cell in _share(cells, f"{i}/{n}")} == {"one", "two"} for n in (2, 3) for i in (1, n))
@@ -259,7 +258,7 @@ def test_settings_are_those_of_the_training(experiment):
     """Loss terms that a choice replaces are not among its settings."""
     common = {"model": {"allocation": [1], "loss": {"token": 1, "topk": 1}}, "trainer.max_steps": 3}
     folder = experiment(fit=common, choices={"one": {"model": {"loss": {"feature": 2}}}, "two": None})
-    fits = [cell_of(folder, choice).settings()["fit"] for choice in ("one", "two")]
+    fits = [cell.settings()["fit"] for cell in cells_of(folder)]
     assert [fit["model"]["loss"] for fit in fits] == [{"feature": 2}, {"token": 1, "topk": 1}]
     assert all(fit["trainer"] == {"max_steps": 3} and fit["seed_everything"] == 0 for fit in fits)
 
@@ -314,15 +313,15 @@ def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, stores,
 
 def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands):
     """Every validation rewrites the draft's folder, so that of an unfinished training is no start."""
-    start = str(tmp_path / "cells/one/seed-3/draft-last")
-    two = {"two": {"model": {"allocation": [1, 1], "start_from": start.replace("seed-3", "seed-${seed}")}}}
-    sweep(experiment(seeds=[3], choices=ONE | two))
-    assert facts_of(tmp_path, "two", 3)["inputs"][start] == sha256(Path(start) / "model.safetensors")
-    unpack(tmp_path, "two", 3)
+    start = str(tmp_path / "cells/one/seed-0/draft-last")
+    two = {"two": {"model": {"allocation": [1, 1], "start_from": start}}}
+    sweep(experiment(choices=ONE | two))
+    assert facts_of(tmp_path, "two")["inputs"][start] == sha256(Path(start) / "model.safetensors")
+    unpack(tmp_path, "two")
     shutil.rmtree(tmp_path / "cells/two")
-    (tmp_path / "cells/one/seed-3/finished").unlink()
-    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 3: .*one/seed-3 is not finished"):
-        sweep(experiment(seeds=[3], choices=two, reference="two"))
+    (tmp_path / "cells/one/seed-0/finished").unlink()
+    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 0: .*one/seed-0 is not finished"):
+        sweep(experiment(choices=two, reference="two"))
 
 
 def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, tmp_path, monkeypatch):
@@ -333,7 +332,7 @@ def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(exper
     given = {"fit": {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}, "replay": None}
     start = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
     suites = [f"{suite}?field=question", "maths"]
-    cell = cell_of(experiment(**given, choices=start, benchmark={"suites": suites}), "one")
+    (cell,) = cells_of(experiment(**given, choices=start, benchmark={"suites": suites}))
     shipped, inputs = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
     expected = {str(corpus): corpus, str(suite): suite, "embedded-hass": shipped}
     assert {name: inputs.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
