@@ -10,22 +10,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
 import pytest
 import yaml
-from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.draft.folder import SHIPPED
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import cell as module
+from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
 from poss_lightning.evaluation.provenance import COMMIT
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.writing import write_store
-from poss_lightning.files import public_name, sha256
+from poss_lightning.files import sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
@@ -49,30 +51,31 @@ ONE = {"one": {"model": {"allocation": [2]}}}
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("sweep") / "store"
-    write_store(folder, tiny_target(), talks(), **SIZES)
-    return str(folder)
+def stores(tmp_path_factory) -> Path:
+    """Folder of two: `all` to train on, and `dev` to measure with."""
+    folder = tmp_path_factory.mktemp("stores")
+    write_store(folder / "all", tiny_target(), talks(), **SIZES)
+    write_store(folder / "dev", tiny_target(), talks()[:4], **SIZES)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def dev(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("sweep") / "dev"
-    write_store(folder, tiny_target(), talks()[:4], **SIZES)
-    return str(folder)
+def fit(stores) -> dict:
+    """What all trainings have in common."""
+    data = {"store": str(stores / "all"), "validation": 0.2}
+    return {"data": data, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
 
 
 @pytest.fixture
-def experiment(tmp_path, store, dev):
+def experiment(tmp_path, stores, fit):
     """A function that writes a sweep.yaml, with changes, and returns its folder."""
 
     def write(**changes):
-        fit = {"data": {"store": store, "validation": 0.2}, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
         given = {
             "fit": fit,
             "choices": ONE | {"two": {"model": {"allocation": [1, 1]}}},
             "seeds": [0],
-            "replay": {"store": dev, "nodes": 20},
+            "replay": {"store": str(stores / "dev"), "nodes": 20},
             "reference": "one",
         }
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given | changes))
@@ -82,26 +85,27 @@ def experiment(tmp_path, store, dev):
 
 
 class Commands(list):
-    """The commands that ran, "fit" and "replay"."""
+    """The commands that ran, such as "fit one/seed-0"."""
 
-    failure: BaseException | None = None  # raised by the command `fails` in the cells with `within` in their path
-    fails, within = "", ""
+    failing: tuple[str, BaseException] | None = None
 
     def record(self, command: str, folder: str | Path) -> None:
-        if self.failure and command == self.fails and self.within in str(folder):
-            raise self.failure
-        self.append(command)
+        name = f"{command} {'/'.join(Path(folder).parts[-2:])}"
+        if self.failing and name.startswith(self.failing[0]):
+            raise self.failing[1]
+        self.append(name)
 
-    def fail(self, failure: BaseException, fails: str, within: str = "") -> None:
-        self.failure, self.fails, self.within = failure, fails, within
-
-    def succeed(self) -> None:
-        self.failure = None
+    @contextmanager
+    def fail(self, name: str, error: BaseException) -> Iterator[None]:
+        """Within it, commands whose names begin so raise the error."""
+        self.failing = name, error
+        yield
+        self.failing = None
 
 
 @pytest.fixture
 def commands(monkeypatch) -> Commands:
-    """Pretended trainings, and the commands that ran."""
+    """Pretended trainings, which log no scalars, and the commands that ran."""
     ran, target = Commands(), tiny_target()
 
     def draft(layers):
@@ -112,8 +116,6 @@ def commands(monkeypatch) -> Commands:
             ran.record("fit", folder)
             (folder / "fit.yaml").touch()
             draft(layers).save_pretrained(folder / "draft-last")
-            with SummaryWriter(str(folder)) as writer:
-                writer.add_scalar("val/loss", 1.0, 1)
             (folder / "finished").touch()
         return folder / "draft-last"
 
@@ -128,21 +130,19 @@ def commands(monkeypatch) -> Commands:
     return ran
 
 
-def facts_of(experiment: Path, choice: str, seed: int = 0) -> dict:
-    (cell,) = packed_cells(experiment / "cells" / choice / f"seed-{seed}")
+def facts_of(experiment: Path, choice: str) -> dict:
+    (cell,) = packed_cells(experiment / "cells" / choice)
     return cell.facts
 
 
-def unpack(experiment: Path, choice: str, seed: int = 0) -> None:
+def unpack(experiment: Path, choice: str) -> None:
     """Leave a cell as if its process had been killed before it noted that the cell is done."""
     lines = (experiment / "cells.jsonl").read_text().splitlines(keepends=True)
-    kept = [line for line in lines if (json.loads(line)["choice"], json.loads(line)["seed"]) != (choice, seed)]
-    (experiment / "cells.jsonl").write_text("".join(kept))
+    (experiment / "cells.jsonl").write_text("".join(line for line in lines if json.loads(line)["choice"] != choice))
 
 
-def cell_of(folder: str, choice: str, seed: int = 0):
-    cells = Sweep.load(Path(folder, "sweep.yaml")).cells(Path(folder))
-    return next(cell for cell in cells if cell.key == (choice, seed))
+def cells_of(folder: str) -> list[PlannedCell]:
+    return Sweep.load(Path(folder, "sweep.yaml")).cells(Path(folder))
 
 
 # --- what it does ---
@@ -171,27 +171,28 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     assert first.endswith(capsys.readouterr().out) and not (tmp_path / "cells" / "one").exists()
 
 
-def test_a_training_too_short_for_scalars_is_done_too(experiment, tmp_path, store):
-    trainer = TRAINER | {"max_steps": 1, "limit_val_batches": 0, "val_check_interval": None}
-    del trainer["callbacks"]  # with all of them TensorBoard's own hp_metric is not logged
-    sweep(experiment(fit={"data": {"store": store}, "trainer": trainer}, choices=ONE))
-    assert facts_of(tmp_path, "one")["scalars"] == {}
+@pytest.mark.nightly
+def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
+    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
+    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
+    sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
+    records = read_records(tmp_path / "cells/one/seed-7")
+    assert {record.method for record in records} == {"plain", "generate", "one"}
+    assert {record.seed for record in records} == {7}
 
 
-@pytest.mark.parametrize("data", [{"data": {"seed": 7}}, {"data.seed": 7}], ids=str)
-def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment, store, data):
+def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment):
     """In options of the training, alone and within a text, and in those of its measure."""
     choices = {"one": {"model": {"allocation": [2], "start_from": "runs/${seed}/draft", "warmup": "${seed}"}}}
-    folder = experiment(seeds=[0, 1], fit=data, choices=choices, replay={"store": store, "limit": "${seed}"})
-    for seed in (0, 1):
-        cell = cell_of(folder, "one", seed)
-        model = cell.training["model"]
-        assert (model["start_from"], model["warmup"], cell.options["limit"]) == (f"runs/{seed}/draft", seed, seed)
-        assert cell.training["data"]["seed"] == 7
+    replayed = {"store": "dev", "limit": "${seed}"}
+    (cell,) = cells_of(experiment(fit={"data.seed": 7}, choices=choices, seeds=[1], replay=replayed))
+    model = cell.training["model"]
+    assert (model["start_from"], model["warmup"], cell.options["limit"]) == ("runs/1/draft", 1, 1)
+    assert cell.training["data"]["seed"] == 7
 
 
 def test_shards_share_the_trainings_out(experiment):
-    cells = Sweep.load(Path(experiment(seeds=[0, 1, 2])) / "sweep.yaml").cells(Path("x"))
+    cells = cells_of(experiment(seeds=[0, 1, 2]))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
     assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
     assert all({cell.choice for cell in _share(cells, f"{i}/{n}")} == {"one", "two"} for n in (2, 3) for i in (1, n))
@@ -202,24 +203,22 @@ def test_shards_share_the_trainings_out(experiment):
 
 def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monkeypatch):
     folder = experiment()
-    commands.fail(KeyboardInterrupt(), "replay", "cells/two")
-    with pytest.raises(KeyboardInterrupt):
+    with commands.fail("replay two", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
         sweep(folder)
-    commands.succeed()
+    assert commands == ["fit one/seed-0", "replay one/seed-0", "fit two/seed-0"]
     monkeypatch.chdir(tmp_path)
     sweep(".")
-    assert commands == ["fit", "replay", "fit"] + ["replay"]  # of the second training, only the measure was left
+    assert commands[3:] == ["replay two/seed-0"]  # of the second training, only the measure was left
+    assert facts_of(tmp_path, "two")["scalars"] == {}
 
 
-@pytest.mark.parametrize("error", [RuntimeError("out of\nmemory"), NotImplementedError("out of\nmemory")])
-def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands, error):
-    commands.fail(error, "fit", "one/seed-0")
-    with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
+def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands):
+    failed = pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$")
+    with commands.fail("fit one/seed-0", RuntimeError("out of\nmemory")), failed:
         sweep(experiment())
     assert facts_of(tmp_path, "two")
     printed = capsys.readouterr()
-    assert printed.out.count("FAILED one, seed 0: out of memory\n") == 1
-    assert ("Traceback" in printed.err) == (type(error) is RuntimeError)  # a bug
+    assert printed.out.count("FAILED one, seed 0: out of memory\n") == 1 and "Traceback" in printed.err  # a bug
 
 
 def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys, commands):
@@ -233,6 +232,15 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
     assert "another process is training it" in out and "1 of 2 trainings are done" in out
 
 
+def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
+    sweep(experiment())
+    line, rows = facts_of(tmp_path, "two"), packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]
+    line["inputs"]["trainer/base.yaml"] = "another"
+    pack(tmp_path, "two", 0, line | {"scalars": {}}, [row | {"prompt_tokens": 999} for row in rows])
+    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
+        sweep(experiment())
+
+
 # --- settings and inputs ---
 
 
@@ -241,192 +249,151 @@ def test_a_training_of_different_settings_is_refused(experiment, tmp_path, comma
     other = {"choices": {"one": {"model": {"allocation": [1]}}}, "reference": None}
     with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
         sweep(experiment(**other))
-    mine = tmp_path.parent / "mine"
-    shutil.copytree(tmp_path, mine)
-    experiment(seeds=[0, 1], replay={"store": "nowhere"})
-    (tmp_path / "sweep.yaml").rename(mine / "sweep.yaml")
     words = r"one/seed-0 was .*\(replay.nodes, replay.store\), as 2 of 4 were: .*copy its sweep.yaml alone"
     with pytest.raises(ValueError, match=words):
-        sweep(str(mine))
+        sweep(experiment(seeds=[0, 1], replay={"store": "nowhere"}))
 
 
 def test_settings_are_those_of_the_training(experiment):
     """Loss terms that a choice replaces are not among its settings."""
     common = {"model": {"allocation": [1], "loss": {"token": 1, "topk": 1}}, "trainer.max_steps": 3}
     folder = experiment(fit=common, choices={"one": {"model": {"loss": {"feature": 2}}}, "two": None})
-    fits = [cell_of(folder, choice).settings()["fit"] for choice in ("one", "two")]
+    fits = [cell.settings()["fit"] for cell in cells_of(folder)]
     assert [fit["model"]["loss"] for fit in fits] == [{"feature": 2}, {"token": 1, "topk": 1}]
     assert all(fit["trainer"] == {"max_steps": 3} and fit["seed_everything"] == 0 for fit in fits)
 
 
-def test_a_different_measure_is_refused_only_if_there_are_records(experiment, tmp_path, dev, commands):
-    commands.fail(ValueError("no replay"), "replay")
-    cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(dev, tmp_path / "dev"))
-    with pytest.raises(ValueError, match="1 of 1 trainings failed"):
-        sweep(experiment(choices=ONE, replay={"store": copy}))
+def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stores, commands):
+    """Those of the training until it has written something, those of the measure until it has records."""
+    cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(stores / "dev", tmp_path / "dev"))
+    failed = pytest.raises(ValueError, match="1 of 1 trainings failed")
+    with commands.fail("fit", ValueError("no step")), failed:
+        sweep(experiment(choices=ONE))
+    given = {"choices": {"one": {"model": {"allocation": [1]}}}}
+    with commands.fail("replay", ValueError("no replay")), failed:
+        sweep(experiment(**given, replay={"store": copy}))
+    assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
-    commands.succeed()
-    sweep(experiment(choices=ONE, replay={"store": copy, "nodes": 9}))
-    assert commands == ["fit", "replay"] and facts_of(tmp_path, "one")["run"]["methods"]["one"]["nodes"] == 9
+    sweep(experiment(**given, replay={"store": copy, "nodes": 9}))
+    assert len(commands) == 2 and facts_of(tmp_path, "one")["run"]["methods"]["one"]["nodes"] == 9
     unpack(tmp_path, "one")
     with pytest.raises(ValueError, match=r"made with other settings \(replay.nodes\)"):
-        sweep(experiment(choices=ONE, replay={"store": copy, "nodes": 10}))
+        sweep(experiment(**given, replay={"store": copy, "nodes": 10}))
 
 
-def test_a_training_that_left_nothing_may_get_different_settings(experiment, tmp_path, commands):
-    commands.fail(ValueError("no step"), "fit")
-    with pytest.raises(ValueError, match="1 of 1 trainings failed"):
-        sweep(experiment(choices=ONE))
-    commands.succeed()
-    sweep(experiment(choices={"one": {"model": {"allocation": [1]}}}))
-    assert Specialists.from_pretrained(tmp_path / "cells/one/seed-0/draft-last").config.allocation == (1,)
-
-
-def test_a_finished_training_needs_no_store(experiment, tmp_path, store, commands, capsys):
-    copy = shutil.copytree(store, tmp_path / "all")
-    given = {"fit": {"data": {"store": str(copy), "validation": 0.2}, "trainer": TRAINER}, "choices": ONE}
-    sweep(experiment(**given))
-    shutil.rmtree(copy)
+def test_a_finished_training_needs_no_store(experiment, tmp_path, stores, commands):
+    """Nor does a measure that has its records."""
+    copy = shutil.copytree(stores, tmp_path / "stores")
+    data, measure = {"store": str(copy / "all"), "validation": 0.2}, {"store": str(copy / "dev"), "nodes": 20}
+    folder = experiment(fit={"data": data, "trainer": TRAINER}, choices=ONE, replay=measure)
+    sweep(folder)
+    shutil.rmtree(copy / "all")
+    (copy / "dev").rename(copy / "away")
+    sweep(folder)
+    assert commands == ["fit one/seed-0", "replay one/seed-0"]
+    (copy / "away").rename(copy / "dev")
     unpack(tmp_path, "one")
-    sweep(experiment(**given))  # only the measure is left
-    assert commands == ["fit", "replay", "replay"]
-    given["replay"] = {"store": str(tmp_path / "gone"), "nodes": 20}
-    line = facts_of(tmp_path, "one")
-    line["settings"]["replay"] = given["replay"]
-    (tmp_path / "cells.jsonl").write_text(json.dumps(line))
-    capsys.readouterr()
-    sweep(experiment(**given))
-    assert len(commands) == 3 and "1 of 1 trainings are done" in capsys.readouterr().out
+    sweep(folder)
+    assert commands[2:] == ["replay one/seed-0"]
 
 
-def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, store, capsys, commands):
+def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, stores, capsys, commands):
     sweep(experiment())
-    line = facts_of(tmp_path, "one")
-    assert line["inputs"][store] == sha256(Path(store) / "manifest.json") and "trainer/base.yaml" in line["inputs"]
+    line, store = facts_of(tmp_path, "one"), str(stores / "all")
+    assert line["inputs"][store] == sha256(stores / "all/manifest.json") and "trainer/base.yaml" in line["inputs"]
     assert [process["git"] for process in line["processes"]] == [COMMIT]
     note = tmp_path / "cells/one/seed-0/cell.json"
-    made, packed = json.loads(note.read_text()), (tmp_path / "cells.jsonl").read_text()
     unpack(tmp_path, "one")
-    note.write_text(json.dumps({**made, "inputs": {store: "another"}}))
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"inputs": {store: "another"}}))
     with pytest.raises(ValueError, match="1 of 2 trainings failed: one, seed 0"):
         sweep(experiment())
     assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
-    (tmp_path / "cells.jsonl").write_text(packed.replace(line["inputs"][store], "another", 1))
-    sweep(experiment())  # these are still compared, with a warning
-    printed = " ".join(capsys.readouterr().out.split())
-    assert f"WARNING: not comparable: these records had 2 different {public_name(store)}" in printed
 
 
-def test_a_start_must_be_finished_and_is_digested_wherever_it_is_named(experiment, tmp_path, commands):
+def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands):
     """Every validation rewrites the draft's folder, so that of an unfinished training is no start."""
-    start = str(tmp_path / "cells/one/seed-${seed}/draft-last")
-    (tmp_path / "start.yaml").write_text(f"model: {{start_from: {start.replace('${seed}', '3')}}}")
-    for two in (
-        {"two": {"model": {"allocation": [1, 1], "start_from": start}}},
-        {"two": {"config": [str(tmp_path / "start.yaml")], "model": {"allocation": [1, 1]}}},
-    ):
-        sweep(experiment(seeds=[3], choices=ONE | two))
-        place = start.replace("${seed}", "3")
-        assert facts_of(tmp_path, "two", 3)["inputs"][place] == sha256(Path(place) / "model.safetensors")
-        unpack(tmp_path, "two", 3)
-        shutil.rmtree(tmp_path / "cells/two")
-    (tmp_path / "cells/one/seed-3/finished").unlink()
-    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 3: .*one/seed-3 is not finished"):
-        sweep(experiment(seeds=[3], choices=two, reference="two"))
+    start = str(tmp_path / "cells/one/seed-0/draft-last")
+    two = {"two": {"model": {"allocation": [1, 1], "start_from": start}}}
+    sweep(experiment(choices=ONE | two))
+    assert facts_of(tmp_path, "two")["inputs"][start] == sha256(Path(start) / "model.safetensors")
+    unpack(tmp_path, "two")
+    shutil.rmtree(tmp_path / "cells/two")
+    (tmp_path / "cells/one/seed-0/finished").unlink()
+    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 0: .*one/seed-0 is not finished"):
+        sweep(experiment(choices=two, reference="two"))
 
 
-def test_a_shipped_start_is_digested_unless_there_is_a_folder_of_that_name(experiment, tmp_path, monkeypatch):
-    cell = cell_of(experiment(choices={"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}), "one")
-    shipped = cell.inputs()["embedded-hass"]
-    assert shipped == sha256(SHIPPED / "embedded-hass" / "model.safetensors")
-    (tmp_path / "embedded-hass").mkdir()
-    (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
-    monkeypatch.chdir(tmp_path)
-    assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != shipped
-
-
-def test_the_text_of_training_and_measure_is_digested(experiment, tmp_path):
+def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, tmp_path, monkeypatch):
+    """A folder of the name of a shipped draft is the one that is meant."""
     corpus, suite = tmp_path / "talks.jsonl", tmp_path / "asked.jsonl"
     for file in (corpus, suite):
         file.write_text(f"{file.name}\n")
-    fit = {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}
-    inputs = cell_of(experiment(fit=fit, replay=None, benchmark={"suites": [str(suite), "maths"]}), "one").inputs()
-    assert inputs[str(corpus)] == sha256(corpus) and inputs[str(suite)] == sha256(suite) and "maths" not in inputs
+    given = {"fit": {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}, "replay": None}
+    start = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
+    suites = [f"{suite}?field=question", "maths"]
+    (cell,) = cells_of(experiment(**given, choices=start, benchmark={"suites": suites}))
+    shipped, inputs = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
+    expected = {str(corpus): corpus, str(suite): suite, "embedded-hass": shipped}
+    assert {name: inputs.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
+    assert "maths" not in inputs
+    (tmp_path / "embedded-hass").mkdir()
+    (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
+    monkeypatch.chdir(tmp_path)
+    assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != sha256(shipped)
 
 
-# --- what would fail is refused first ---
-
-HOPELESS = [
-    ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),
-    ({"replay": {"store": "STORE", "nodess": 10}}, "'nodess'"),
-    ({"replay": {"store": "STORE", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
-    ({"replay": {"store": "OTHER"}}, "other is of another target than the draft: "),
-    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a .jsonl file"),
-    ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold plain"),
-    ({"fit": {"config": ["BROKEN"]}}, "broken.yaml is not valid YAML, line 1"),
-    ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
-    ({"choices": ONE | {"two": {"model": {"allocation": [2, 2, 2], "depth": 4}}}}, "depth is 4, which never reaches"),
-    ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), HOPELESS, ids=lambda x: str(x)[:60])
-def test_what_would_fail_is_refused_before_anything_is_trained(experiment, tmp_path, store, changes, words):
-    places = {"STORE": store, "OTHER": str(tmp_path / "other"), "BROKEN": str(tmp_path / "broken.yaml")}
-    (tmp_path / "broken.yaml").write_text("a: [1")
-    if "OTHER" in (given := json.dumps(changes)):
-        write_store(tmp_path / "other", tiny_target(seed=1), talks()[:2], **SIZES)
-    for name, place in places.items():
-        given = given.replace(f'"{name}"', json.dumps(place))
-    with pytest.raises(ValueError, match=words) as error:
-        sweep(experiment(**json.loads(given)))
-    assert str(error.value).startswith(str(tmp_path / "sweep.yaml"))
-    assert not (tmp_path / "cells").exists()
-
-
-def test_the_store_of_the_measure_must_have_the_inner_layers_too(experiment, tmp_path):
-    for name, layers in (("all", (1, 2)), ("dev", ())):
-        write_store(tmp_path / name, tiny_target(num_hidden_layers=4), talks(), **SIZES, layers=layers)
-    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
-    eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3"}}}
-    with pytest.raises(ValueError, match=r"one, seed 0: .*dev keeps no outputs of layer"):
-        sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / "dev")}))
-
-
-BAD = [
+REFUSED = [
+    # a wrong sweep
     ({"seeds": [0, 0]}, "none twice"),
     ({"replay": None}, "give one of replay and benchmark"),
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
-    ({"replay": {"nodes": 9}}, "store"),
-    ({"choices": {"a/b": None}}, "choices.a/b.* is 'a/b'; String should match"),
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
+    ({"fit": {"config": ["gone.yaml"]}}, "is not a sweep: .*gone.yaml"),
     (
         {"fit": {"model": {"depth": 6}}, "choices": {"eagle": {"config": ["draft/eagle.yaml"]}}},
         r"draft/eagle.yaml of eagle sets model.depth, but so does fit",
     ),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
+    # what would fail
+    ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),
+    ({"replay": {"store": "DEV", "nodess": 10}}, "'nodess'"),
+    ({"replay": {"store": "DEV", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
+    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a .jsonl file"),
+    ({"replay": None, "benchmark": {"baselines": ["generate"]}}, "it must hold plain"),
+    ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
+    ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),
 ]
 
 
-@pytest.mark.parametrize(("changes", "words"), BAD, ids=lambda x: str(x)[:20])
-def test_a_wrong_sweep_is_refused_by_file_and_field(experiment, tmp_path, changes, words):
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda each: str(each)[:60])
+def test_a_wrong_sweep_is_refused_before_anything_is_trained(experiment, tmp_path, stores, changes, words):
+    given = json.loads(json.dumps(changes).replace("DEV", str(stores / "dev")))
     with pytest.raises(ValueError, match=words) as error:
-        sweep(experiment(**changes))
-    assert str(tmp_path / "sweep.yaml") in str(error.value)
+        sweep(experiment(**given))
+    assert str(error.value).startswith(str(tmp_path / "sweep.yaml"))
     assert not (tmp_path / "cells").exists()
+
+
+def test_the_store_of_the_measure_must_be_of_the_draft_s_target_and_layers(experiment, tmp_path):
+    for name, seed, layers in (("all", 0, (1, 2)), ("dev", 0, ()), ("other", 1, ())):
+        write_store(tmp_path / name, tiny_target(seed, num_hidden_layers=4), talks(), **SIZES, layers=layers)
+    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
+    eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3"}}}
+    for name, words in (("dev", "keeps no outputs of layer"), ("other", "is of another target than the draft: ")):
+        with pytest.raises(ValueError, match=rf"one, seed 0: .*{name} {words}"):
+            sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / name)}))
 
 
 # --- processes ---
 
 
-def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, store, monkeypatch, capsys):
+def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, fit, monkeypatch, capsys):
     """Lightning's other processes run the first one's command line, so that must be that of a fit alone."""
     started = []
-    fit = {"data": {"store": store, "validation": 0.2}, "trainer": {**TRAINER, "devices": 2}}
-    folder = experiment(fit=fit, choices=ONE)
+    folder = experiment(fit=fit | {"trainer": TRAINER | {"devices": 2}}, choices=ONE)
 
     def start(command, **options):
         started.append((command[:5], options["env"]["PYTHONSAFEPATH"]))  # set for the processes that it starts, too
@@ -440,66 +407,42 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 
-def apart(python: Path) -> list[str]:
-    """The command of a process that trains apart, by the given Python."""
+def train_apart(folder: Path, script: str, **options) -> subprocess.Popen:
+    """A process that trains apart, by a Python that is this script of a shell."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
     code = f"import sys; from poss_lightning.training import fit; sys.executable = '{python}'; fit._fit_apart([])"
-    return [sys.executable, "-c", code]
+    return subprocess.Popen([sys.executable, "-c", code], **options)
 
 
-@pytest.mark.nightly
-def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
-    """The terminal interrupts both; the training writes its checkpoint after the step."""
-    python, began, saved = (tmp_path / name for name in ("python", "began", "saved"))
-    wait = "while true; do sleep 0.1; done"
-    python.write_text(f"#!/bin/sh\ntrap 'sleep 1; touch {saved}; exit 130' INT; touch {began}; {wait}\n")
-    python.chmod(0o755)
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background do not
-    parent = subprocess.Popen(apart(python), start_new_session=True, preexec_fn=listens, stderr=subprocess.DEVNULL)
-    _until(began.exists)
-    os.killpg(parent.pid, signal.SIGINT)
-    assert parent.wait() and saved.exists()
-
-
-def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
-    sweep(experiment())
-    line, lines = facts_of(tmp_path, "two"), (tmp_path / "cells.jsonl").read_text()
-    (tmp_path / "cells.jsonl").write_text(lines.replace(line["inputs"]["trainer/base.yaml"], "another", 1))
-    rows = [row | {"prompt_tokens": 999} for row in packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]]
-    pack(tmp_path, "two", 0, line | {"scalars": {}}, rows)
-    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
-        sweep(experiment())
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_training_apart_ends_with_its_sweep(tmp_path):
-    """Otherwise it would write into a folder whose lock is free."""
-    python, pid = tmp_path / "python", tmp_path / "pid"
-    python.write_text(f"#!/bin/sh\necho $$ > {pid}.tmp; mv {pid}.tmp {pid}; exec sleep 60\n")
-    python.chmod(0o755)
-    parent = subprocess.Popen(apart(python))
-    _until(pid.exists)
-    facts = Path("/proc") / pid.read_text().strip() / "stat"
-    parent.kill()
-    parent.wait()
-    _until(lambda: not facts.exists() or " Z " in facts.read_text())
-
-
-def _until(condition) -> None:
+def wait_until(condition) -> None:
     end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
-# --- real trainings and benchmarks ---
+@pytest.mark.nightly
+def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
+    """The terminal interrupts both; the training writes its checkpoint after the step."""
+    began, saved = tmp_path / "began", tmp_path / "saved"
+    script = f"trap 'sleep 1; touch {saved}; exit 130' INT; touch {began}; while true; do sleep 0.1; done"
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background do not
+    parent = train_apart(tmp_path, script, start_new_session=True, preexec_fn=listens, stderr=subprocess.DEVNULL)
+    wait_until(began.exists)
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.wait() and saved.exists()
 
 
 @pytest.mark.nightly
-def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
-    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
-    sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
-    records = read_records(tmp_path / "cells/one/seed-7")
-    assert {record.method for record in records} == {"plain", "generate", "one"}
-    assert {record.seed for record in records} == {7}
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_a_training_apart_ends_with_its_sweep(tmp_path):
+    """Otherwise it would write into a folder whose lock is free."""
+    pid = tmp_path / "pid"
+    parent = train_apart(tmp_path, f"echo $$ > {pid}.tmp; mv {pid}.tmp {pid}; exec sleep 60")
+    wait_until(pid.exists)
+    facts = Path("/proc") / pid.read_text().strip() / "stat"
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not facts.exists() or " Z " in facts.read_text())

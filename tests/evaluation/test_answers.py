@@ -1,5 +1,7 @@
 """The target answers given prompts: turn by turn, as it would alone, killed and resumed."""
 
+from pathlib import Path
+
 import pytest
 
 from poss_lightning import synthesize as module
@@ -21,25 +23,35 @@ def target(monkeypatch):
 
 
 @pytest.fixture
-def suite(tmp_path):
-    return write_suite(tmp_path / "odd.jsonl", *TURNS)
+def answer(tmp_path):
+    """Answer these questions in a file of this name; returns its path."""
+
+    def run(name: str, turns: list[list[str]], answer_tokens: int = 12) -> Path:
+        suite, out = write_suite(tmp_path / "odd.jsonl", *turns), tmp_path / name
+        synthesize(str(out), prompts=[suite], answer_tokens=answer_tokens, batch_size=2, dtype="float32")
+        return out
+
+    return run
 
 
-def test_answers_are_those_of_each_conversation_alone(tmp_path, target, suite):
-    synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=12, batch_size=2, dtype="float32")
-    found = {conversation.id: conversation.messages for conversation in read_conversations(str(tmp_path / "out.jsonl"))}
-    assert list(found) == [f"odd/{i}" for i in range(len(TURNS))]
-    for (name, messages), turns in zip(found.items(), TURNS, strict=True):
-        assert [message["content"] for message in messages if message["role"] == "user"] == turns, name
+def test_answers_are_those_of_each_conversation_alone(answer, target, capsys):
+    """Questions without room for an answer are left out."""
+    long = ["x " * 600]
+    conversations = read_conversations(str(answer("out.jsonl", [*TURNS, long])))
+    assert "1 of 6 questions are left out" in capsys.readouterr().out
+    assert [conversation.id for conversation in conversations] == [f"odd/{i}" for i in range(len(TURNS))]
+    for conversation, turns in zip(conversations, TURNS, strict=True):
+        messages = conversation.messages
+        assert [message["content"] for message in messages[::2]] == turns
         for place in range(1, len(messages), 2):
             prompt = target.chat.prompt(messages[:place])
             tokens = PlainLoop(target).generate([prompt], 12, target.chat.stops)[0]
             assert messages[place] == target.chat.message(tokens)
+    with pytest.raises(ValueError, match=r"all 1 questions are left out: .* no room for prompt and answer"):
+        answer("none.jsonl", [long])
 
 
-def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch):
-    words = [3, 40, 5, 41, 4]
-    suite = write_suite(tmp_path / "odd.jsonl", *(["why " * count] for count in words))
+def test_prompts_of_like_length_are_answered_side_by_side(answer, monkeypatch):
     batches, plain = [], PlainLoop.generate
 
     def spied(loop, prompts, *arguments):
@@ -47,22 +59,20 @@ def test_prompts_of_like_length_are_answered_side_by_side(tmp_path, monkeypatch)
         return plain(loop, prompts, *arguments)
 
     monkeypatch.setattr(PlainLoop, "generate", spied)
-    synthesize(str(tmp_path / "out.jsonl"), prompts=[suite], answer_tokens=1, batch_size=2)
+    answer("out.jsonl", [["why " * count] for count in (3, 40, 5, 41, 4)], answer_tokens=1)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     lengths = [length for batch in batches for length in batch]
     assert lengths == sorted(lengths, reverse=True)
 
 
-def test_a_killed_run_resumes_and_ends_with_the_same_file(tmp_path, suite):
-    options = {"prompts": [suite], "answer_tokens": 12, "batch_size": 2, "dtype": "float32"}
-    synthesize(str(tmp_path / "whole.jsonl"), **options)
+def test_a_killed_run_resumes_and_ends_with_the_same_file(answer, tmp_path):
+    whole = answer("whole.jsonl", TURNS)
     with dies_after(PlainLoop, "generate", 2):
-        synthesize(str(tmp_path / "killed.jsonl"), **options)
+        answer("killed.jsonl", TURNS)
     assert not (tmp_path / "killed.jsonl").exists()
     with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun .* \(answer_tokens 12, now 9\)"):
-        synthesize(str(tmp_path / "killed.jsonl"), **(options | {"answer_tokens": 9}))
-    synthesize(str(tmp_path / "killed.jsonl"), **options)
-    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        answer("killed.jsonl", TURNS, answer_tokens=9)
+    assert answer("killed.jsonl", TURNS).read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
@@ -73,13 +83,3 @@ def test_all_rows_of_a_data_set_are_asked(tmp_path, monkeypatch):
     (tmp_path / "many" / "train.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
     synthesize(str(tmp_path / "out.jsonl"), prompts=f"hub:{tmp_path / 'many'}", dtype="float32")
     assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]
-
-
-def test_questions_without_room_for_an_answer_are_left_out(tmp_path, capsys):
-    options = {"prompts": [write_suite(tmp_path / "odd.jsonl", *TURNS, ["x " * 600])], "dtype": "float32"}
-    synthesize(str(tmp_path / "out.jsonl"), answer_tokens=12, **options)
-    assert "1 of 6 questions are left out" in capsys.readouterr().out
-    assert len(read_conversations(str(tmp_path / "out.jsonl"))) == 5
-    with pytest.raises(ValueError, match=r"all 6 questions are left out: .* no room for prompt and answer"):
-        synthesize(str(tmp_path / "none.jsonl"), answer_tokens=600, **options)
-    assert not (tmp_path / "none.jsonl").exists()

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,37 +13,35 @@ from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.suites import Question
 from tests.support.inputs import write_suite
-from tests.support.stores import dies_after
+from tests.support.stores import contents, dies_after
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 
-QUESTIONS = [
-    {"question_id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
-    {"question_id": "eight", "category": "b", "turns": ["Say it, please."]},
-    {"question_id": 9, "turns": ["The target says it.", "Answer.", "What?"]},
-]
+QUESTIONS = {  # category and turns
+    7: ("a", ["How many legs?", "And a horse?"]),
+    "eight": ("b", ["Say it, please."]),
+    9: (None, ["The target says it.", "Answer.", "What?"]),
+}
 METHODS = ("plain", "generate", "chain", "poss")
 FILES = ["records.jsonl", "run.json"]
 
 
 @pytest.fixture(scope="module")
-def inputs(target, tmp_path_factory) -> Path:
-    """A suite and two drafts."""
+def run(target, tiny_folder, tmp_path_factory):
+    """Benchmark the tiny target with two drafts into a folder; keywords change the settings."""
     folder = tmp_path_factory.mktemp("benchmark")
-    (folder / "suite.jsonl").write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    lines = [
+        json.dumps({"question_id": name, "category": category, "turns": turns})
+        for name, (category, turns) in QUESTIONS.items()
+    ]
+    (folder / "suite.jsonl").write_text("\n".join(lines))
     tiny_draft(target, [2]).save_pretrained(folder / "chain")
     tiny_draft(target, [1, 1]).save_pretrained(folder / "poss")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def run(inputs, tiny_folder):
-    """Benchmark the tiny target into a folder; keywords change the settings."""
     settings = {
-        "drafts": {name: str(inputs / name) for name in ("chain", "poss")},
+        "drafts": {name: str(folder / name) for name in ("chain", "poss")},
         "target": tiny_folder,
         "dtype": "float32",
-        "suites": [str(inputs / "suite.jsonl")],
+        "suites": [str(folder / "suite.jsonl")],
         "max_new_tokens": 12,
         "nodes": 9,
         "tree_width": 3,
@@ -61,10 +58,6 @@ def whole(run, tmp_path_factory) -> Path:
     return out
 
 
-def shown(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
-
-
 def facts_of(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
@@ -79,35 +72,24 @@ def untimed(folder: Path) -> list[dict]:
 
 
 def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, target):
-    """In float32. A record that can be read is lawful."""
+    """In float32; which method is the first rotates. A record that can be read is lawful."""
     records = read_records(whole)
-    found = Counter((record.suite, record.id, record.turn, record.repeat, record.method) for record in records)
-    expected = [
-        ("suite", question["question_id"], turn, repeat, method)
-        for question in QUESTIONS
-        for turn in range(len(question["turns"]))
+    found = [(record.suite, record.id, record.turn, record.repeat, record.method) for record in records]
+    assert found == [
+        ("suite", question, turn, repeat, METHODS[(place + turn + repeat + later) % 4])
+        for place, (question, (_, turns)) in enumerate(QUESTIONS.items())
+        for turn in range(len(turns))
         for repeat in range(2)
-        for method in METHODS
+        for later in range(4)
     ]
-    assert found == Counter(expected)
-    assert shown(whole) == FILES
+    assert [*contents(whole)] == FILES
     assert len({(record.id, record.turn, tuple(record.tokens), record.text) for record in records}) == 6
-    by_id = {question["question_id"]: question for question in QUESTIONS}
     for record in records:
-        assert record.question == by_id[record.id]["turns"][record.turn]
-        assert record.category == by_id[record.id].get("category")
+        category, turns = QUESTIONS[record.id]
+        assert (record.category, record.question) == (category, turns[record.turn])
         assert "".join(record.pieces) == record.text
         if record.turn == 0:
             assert record.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": record.question}]))
-
-
-def test_what_auto_measured_stands_in_run_json(run, tmp_path, whole):
-    assert "costs" not in facts_of(whole)
-    run(tmp_path, limit=1, tree="auto")
-    costs = facts_of(tmp_path)["costs"]
-    assert set(costs) == {"chain", "poss"}
-    for measured in costs.values():
-        assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
 
 
 def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
@@ -121,47 +103,65 @@ def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
     assert len({(record.turn, tuple(record.tokens)) for record in records}) == 2
 
 
-def test_run_json_says_what_was_run_where_and_with_what(whole, target):
+def test_run_json_says_what_was_run_where_and_with_what_and_what_auto_measured(whole, run, tmp_path, target):
     facts = facts_of(whole)
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
     assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
     assert facts["config"]["max_new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
-    assert list(facts["methods"]) == list(METHODS)
+    assert tuple(facts["methods"]) == METHODS and "costs" not in facts
     poss = facts["methods"]["poss"]
     assert (poss["depth"], poss["nodes"], poss["tree_width"], poss["allocation"]) == (2, 9, 3, [1, 1])
+    run(tmp_path, limit=1, tree="auto")
+    costs = facts_of(tmp_path)["costs"]
+    assert set(costs) == {"chain", "poss"}
+    for measured in costs.values():
+        assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
 
 
 # --- killed, resumed, refused ---
 
 
-@pytest.mark.parametrize(("answers", "questions"), [(1, 0), (11, 1)])  # two to warm up, eight for the first
-def test_a_killed_run_resumes_and_writes_every_record_once(whole, run, tmp_path, answers, questions):
-    with dies_after(module.Speculative, "decode", answers):
+def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run, tmp_path, monkeypatch):
+    """It writes every record once, and seconds of two machines do not meet in one file."""
+    with dies_after(Run, "_decode_question", 1):
         run(tmp_path)
-    receipts = [json.loads(path.read_text()) for path in sorted((tmp_path / "unfinished").glob("question-*.json"))]
-    begun = "".join(f"{line}\n" for receipt in receipts for line in receipt["records"])
-    assert len({json.loads(line)["id"] for line in begun.splitlines()}) == questions
-    assert not (tmp_path / "records.jsonl").exists()
+    (receipt,) = (tmp_path / "unfinished").glob("question-*.json")
+    begun = "".join(f"{line}\n" for line in json.loads(receipt.read_text())["records"])
+    assert begun and not (tmp_path / "records.jsonl").exists()
+    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
+        run(tmp_path, repeats=1)
+    there = module.provenance(torch.device("cpu"))
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"threads": 99})
+    with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
+        run(tmp_path)
+    monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
     run(tmp_path)
+    facts = facts_of(tmp_path)
+    assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
-    assert shown(tmp_path) == FILES
+    assert [*contents(tmp_path)] == FILES
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"max_new_tokens": 11}, "max_new_tokens 12, now 11"),
-        ({"limit": 1}, "limit None, now 1; questions "),
-        ({"drafts": {}}, "drafts None, now {}; .*methods.poss.weights '.*', now None"),
-    ],
-)
-def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run, change, words):
-    before = {path.name: path.read_bytes() for path in whole.iterdir()}
+def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run):
+    before = contents(whole)
     run(whole)
-    with pytest.raises(ValueError, match=rf"holds records of other settings \({words}"):
-        run(whole, **change)
-    assert before == {path.name: path.read_bytes() for path in whole.iterdir()}
+    changed = (
+        "drafts None, now {}; .*limit None, now 1; max_new_tokens 12, now 11; .*methods.poss.weights '.*', now None"
+    )
+    with pytest.raises(ValueError, match=rf"holds records of other settings \({changed}"):
+        run(whole, max_new_tokens=11, limit=1, drafts={})
+    assert before == contents(whole)
+
+
+def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
+    def run_draft(seed: int) -> None:
+        tiny_draft(target, [2], seed=seed).save_pretrained(tmp_path / "draft")
+        run(tmp_path / "out", drafts={"d": str(tmp_path / "draft")}, limit=1)
+
+    run_draft(seed=0)
+    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
+        run_draft(seed=1)
 
 
 def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
@@ -180,20 +180,34 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"nodes": 2}, "nodes is 2, which cannot hold a path of depth 2"),
         ({"baselines": ["plain", "beam"]}, "may hold generate"),
-        ({"drafts": {"generate": "x"}}, "like a baseline"),
         ({"drafts": {1: "x"}}, "which YAML reads as int: quote it"),
-        ({"drafts": {"d": "nowhere/at-all"}}, "neither a local folder nor a hub id"),
-        ({"suites": ["LONG"]}, r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"),
+        ({"suites": "LONG"}, r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
     if "suites" in change:
-        change = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])]}
-    with pytest.raises((ValueError, OSError), match=words):
+        change = {"suites": write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])}
+    with pytest.raises(ValueError, match=words):
         run(tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("run.json", b"mine", "holds nothing to resume"),  # it may be of anything
+        ("records.jsonl.gz", gzip.compress(b"{}"), r"records.jsonl.gz holds records: unpack it"),
+    ],
+)
+def test_what_may_be_of_others_is_not_replaced(run, tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((FileExistsError, ValueError), match=words):
+        run(tmp_path)
+    assert contents(tmp_path) == {name: content}
+
+
+# --- the context ---
 
 
 def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_not(run, tmp_path, caplog):
@@ -202,91 +216,30 @@ def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_n
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
-def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(run, tmp_path, monkeypatch):
-    """Seconds of two machines do not meet in one file."""
-    options = {"suites": [write_suite(tmp_path / "made.jsonl", ["Hi"], ["Ho"])]}
-    with dies_after(Run, "_decode_question", 1):
-        run(tmp_path / "out", **options)
-    with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
-        run(tmp_path / "out", **options, repeats=1)
-    there = module.provenance(torch.device("cpu"))
-    monkeypatch.setattr(module, "provenance", lambda device: there | {"threads": 99})
-    with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
-        run(tmp_path / "out", **options)
-    monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
-    run(tmp_path / "out", **options)
-    facts = facts_of(tmp_path / "out")
-    assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
-
-
-def test_a_run_json_alone_may_be_of_anything_and_is_not_replaced(run, tmp_path):
-    (tmp_path / "run.json").write_text("mine")
-    with pytest.raises(FileExistsError, match="holds nothing to resume"):
-        run(tmp_path)
-    assert (tmp_path / "run.json").read_text() == "mine"
-
-
-def test_gzipped_records_are_not_replaced(run, tmp_path):
-    (tmp_path / "records.jsonl.gz").write_bytes(gzip.compress(b"{}"))
-    with pytest.raises(ValueError, match=r"records.jsonl.gz holds records: unpack it"):
-        run(tmp_path, suites=[write_suite(tmp_path / "made.jsonl", ["Hi"])])
-    assert not (tmp_path / "run.json").exists()
-
-
-# --- the loop, with decoders of a fixed answer ---
-
-
 class FixedAnswer:
     """A decoder with one answer, which notes its prompts."""
 
-    def __init__(self, tokens: list[int], asked: list[tuple[str, list[int]]], name: str):
-        self.tokens, self.asked, self.name = tokens, asked, name
+    def __init__(self, tokens: list[int]):
+        self.tokens, self.prompts = tokens, []
 
-    def decode(self, prompts: list[list[int]], limit: int, **options) -> list[Decoded]:
-        self.asked.append((self.name, prompts[0]))
-        accepted = [] if self.name in METHODS[:2] else [0] * (len(self.tokens) - 1)
-        return [Decoded(self.tokens, accepted, {"total": 0.1})]
-
-
-def fixed_run(target, folder: Path, *texts: str, repeats: int = 1) -> tuple[Run, list[tuple[str, list[int]]]]:
-    asked: list[tuple[str, list[int]]] = []
-    named = zip(METHODS, texts, strict=False)
-    methods = {name: FixedAnswer(target.tokenizer(text).input_ids, asked, name) for name, text in named}
-    return Run(folder, target, methods, {"command": [], "config": {}, "methods": {}}, 8, repeats), asked
+    def decode(self, prompts: list[list[int]], *rest, **options) -> list[Decoded]:
+        self.prompts += prompts
+        return [Decoded(self.tokens, [0] * (len(self.tokens) - 1), {"total": 0.1})]
 
 
-def test_the_plain_answer_is_the_context_for_all(target, tmp_path):
-    loop, asked = fixed_run(target, tmp_path, "plain words", "other words", "wrong words")
-    loop.decode([Question("s", 1, "", ["Hi", "And?"])])
-    messages = [("user", "Hi"), ("assistant", "plain words"), ("user", "And?")]
-    second = target.chat.prompt([{"role": role, "content": content} for role, content in messages])
-    assert [prompt == second for _, prompt in asked[-3:]] == [True] * 3
-    assert [prompt == second for _, prompt in asked[:-3]] == [False] * 6  # the warm-up, and the first turn
-
-
-def test_a_conversation_ends_after_an_answer_that_no_text_says(target, tmp_path, caplog):
-    """Its special tokens would be missing, and what stands between them would be run together."""
-    loop, asked = fixed_run(target, tmp_path, f"so {target.tokenizer.all_special_tokens[0]} it is", "b", "c")
-    loop.decode([Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])])
-    assert len(asked) == 3 + 6 and [log.message for log in caplog.records] == [
-        "question 1 of s ends after turn 0: its answer has special tokens, so no message can repeat it"
-    ]
-
-
-def test_methods_take_turns_in_an_order_that_rotates(target, tmp_path):
-    loop, asked = fixed_run(target, tmp_path, "a", "b", "c", repeats=2)
-    loop.decode([Question("s", number, "", ["Hi"]) for number in range(3)])
-    rounds = [tuple(name for name, _ in asked[start : start + 3]) for start in range(3, len(asked), 3)]
-    assert all(sorted(order) == sorted(METHODS[:3]) for order in rounds)
-    assert [order[0] for order in rounds[::2]] == list(METHODS[:3])  # question by question
-    assert all(first[0] != second[0] for first, second in zip(rounds[::2], rounds[1::2], strict=True))  # repeats
-
-
-def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
-    drafts = {"d": str(tmp_path / "draft")}
-    for seed in (0, 1):
-        tiny_draft(target, [2], seed=seed).save_pretrained(tmp_path / "draft")
-        if not seed:
-            run(tmp_path / "out", drafts=drafts, limit=1)
-    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
-        run(tmp_path / "out", drafts=drafts, limit=1)
+@pytest.mark.parametrize("words", ["plain words", "so <|im_start|> it is"])
+def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, tmp_path, caplog, words):
+    """Special tokens would be missing, and what stands between them would be run together."""
+    texts = {"plain": words, "generate": "other words", "chain": "wrong words"}
+    methods = {name: FixedAnswer(target.tokenizer(text).input_ids) for name, text in texts.items()}
+    facts = {"command": [], "config": {}, "methods": {}}
+    asked = [Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])]
+    Run(tmp_path, target, methods, facts, max_new_tokens=8, repeats=1).decode(asked)
+    said = [("user", "Hi"), ("assistant", words), ("user", "And?")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    first, second = target.chat.prompt(messages[:1]), target.chat.prompt(messages)
+    ended = "question 1 of s ends after turn 0: its answer has special tokens, so no message can repeat it"
+    later, logged = ([second], []) if words == "plain words" else ([], [ended])
+    assert caplog.messages == logged
+    for method in methods.values():
+        assert method.prompts == [first, first, *later, first]  # the first warms up

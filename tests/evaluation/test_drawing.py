@@ -41,7 +41,6 @@ the
 @pytest.mark.parametrize(
     ("guesses", "lines", "expected"),
     [
-        (GUESSES, 24, WHOLE),
         (GUESSES, 7, WHOLE),  # just enough
         (GUESSES, 6, CUT),
         (GUESSES._replace(bonus=None), 4, ENDED),
@@ -61,9 +60,10 @@ def test_colours_stand_for_the_signs():
 
 def test_what_is_shown_is_a_tree_within_its_lines():
     """A node of the path may be the least probable of all; equal scores do not orphan a child."""
-    chain = Guesses(list(range(60)), [max(i - 1, 0) for i in range(60)], [0.0] * 60, [0], 7)
-    drawn = draw(chain, str).splitlines()
-    assert len(drawn) == 24 and drawn[-1] == "└─ … 38 more" and "+ 7" in drawn[-2]
-    broad = Guesses(list(range(60)), [0] * 60, [0.0, *(-float(i) for i in range(1, 60))], [0, 59], 7)
-    drawn = draw(broad, str).splitlines()
-    assert len(drawn) == 24 and drawn[-3:] == ["├─ ✓ 59 0.0 %", "│  └─ + 7", "└─ … 38 more"]
+    nodes = list(range(60))
+    chain = Guesses(nodes, [max(node - 1, 0) for node in nodes], [0.0] * 60, [0], 7)
+    broad = Guesses(nodes, [0] * 60, [-float(node) for node in nodes], [0, 59], 7)
+    deep, wide = (draw(guesses, str).splitlines() for guesses in (chain, broad))
+    assert len(deep) == len(wide) == 24
+    assert deep[-1] == "└─ … 38 more" and "+ 7" in deep[-2]
+    assert wide[-3:] == ["├─ ✓ 59 0.0 %", "│  └─ + 7", "└─ … 38 more"]

@@ -23,45 +23,37 @@ from poss_lightning.terminal import printable
 from tests.support.tiny import tiny_draft
 
 NUMBER = r"\d+\.\d+"
-
-
-@pytest.fixture(scope="module")
-def draft(target, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("draft")
-    tiny_draft(target, [1, 2]).save_pretrained(folder)
-    return str(folder)
+PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
+PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
 
 
 @pytest.fixture
-def common(tiny_folder, draft) -> dict:
-    sizes = {"max_new_tokens": 20, "nodes": 12, "tree_width": 4}
-    return {"target": tiny_folder, "draft": draft, "dtype": "float32", **sizes}
+def alone(tiny_folder) -> dict:
+    """Options without a draft."""
+    return {"target": tiny_folder, "dtype": "float32", "max_new_tokens": 20}
 
 
-def without_draft(options: dict) -> dict:
-    return {name: value for name, value in options.items() if name not in ("draft", "nodes", "tree_width")}
-
-
-class Scripted(Decoder):
-    """Gives scripted tokens, and looks at what has been printed after every step."""
-
-    def __init__(self, target, script: list[list[int]], look):
-        self.target, self.script, self.look = target, script, look
-        self.shown: list[str] = []
-
-    def rounds(self, request, clock) -> Iterator[Progress]:
-        for tokens in self.script:
-            yield Progress({0: tokens})
-            self.shown.append(self.look())
+@pytest.fixture
+def common(alone, target, tmp_path) -> dict:
+    tiny_draft(target, [1, 2]).save_pretrained(tmp_path / "draft")
+    return alone | {"draft": str(tmp_path / "draft"), "nodes": 12, "tree_width": 4}
 
 
 def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys):
     """After each step all of its text has been printed, but for half a letter."""
     tokens = target.tokenizer("a€🐴!")["input_ids"]  # 1 + 3 + 4 + 1 tokens
-    script = [tokens[:2], tokens[2:3], tokens[3:6], tokens[6:]]
-    speaker = Scripted(target, script, lambda: capsys.readouterr().out)
+    steps = {"a": tokens[:2], "": tokens[2:3], "€": tokens[3:6], "🐴!": tokens[6:]}  # by what they complete
+
+    class Scripted(Decoder):
+        def rounds(self, request, clock) -> Iterator[Progress]:
+            for completed, step in steps.items():
+                yield Progress({0: step})
+                assert capsys.readouterr().out == completed
+
+    speaker = Scripted()
+    speaker.target = target
     module._print_answer(Prompt([1], 9, GREEDY, 0), speaker, None)
-    assert speaker.shown == ["a", "", "€", "🐴!"] and capsys.readouterr().out == "\n"
+    assert capsys.readouterr().out == "\n"
 
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):
@@ -75,29 +67,27 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
     assert now[0] == 45 and answer.seconds["total"] == 0
 
 
-@pytest.mark.parametrize("tree", ["auto", "fixed"])
-@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}])
-def test_the_answer_its_speed_and_plain_decoding(common, target, capsys, tree, sampled):
-    generate("How many legs?", tree=tree, **sampled, **common)
-    text, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
-    measured = rf" \(after {NUMBER} s of preparation\)" if tree == "auto" else ""
-    plain = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
-    assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}" + plain, line)
+@pytest.mark.parametrize(
+    ("draft", "options", "line"),
+    [
+        (True, {"tree": "fixed"}, TAU + PLAIN),
+        (True, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
+        (True, {"compare": False}, PREPARED + TAU),
+        (False, {}, ""),
+        (False, {"lookup": 4}, PREPARED + TAU + PLAIN),
+    ],
+)
+def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(
+    common, alone, target, capsys, draft, options, line
+):
+    generate("How many legs?", **(common if draft else alone), **options)
+    text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
+    assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{line}", last)
     prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
-    sampling = Sampling(sampled["temperature"], sampled["top_k"], sampled["top_p"]) if sampled else GREEDY
-    seeded = torch.Generator().manual_seed(sampled.get("seed", 0))
+    sampling = Sampling(*(options[name] for name in ("temperature", "top_k", "top_p") if name in options))
+    seeded = torch.Generator().manual_seed(options.get("seed", 0))
     (expected,) = Autoregressive(target).decode([prompt], 20, sampling=sampling, generator=seeded)
     assert text == printable(target.chat.text(expected.tokens))
-
-
-def test_without_a_draft_or_a_comparison_the_last_line_is_shorter(common, capsys):
-    generate("Hi", compare=False, **common)
-    measured = rf" \(after {NUMBER} s of preparation\)"
-    assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s{measured}, τ {NUMBER}\n$", capsys.readouterr().out)
-    generate("Hi", **without_draft(common))
-    assert re.search(rf"\n\n20 tokens, {NUMBER} tokens/s\n$", capsys.readouterr().out)
-    generate("Hi", lookup=4, **without_draft(common))
-    assert re.search(rf"tokens/s{measured}, τ {NUMBER}, {NUMBER} × plain .*, same tokens\n$", capsys.readouterr().out)
 
 
 def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
@@ -135,8 +125,7 @@ def test_json_is_one_object_with_all_options_and_measurements(common, target, ca
 # --- stdin and chats ---
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # as locales have it
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize(("errors", "chat"), [("strict", False), ("surrogateescape", True)])  # as locales have it
 def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
     with pytest.raises(ValueError, match="'utf-8' codec can't"):
@@ -150,10 +139,8 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     generate(first, chat=True, **common)
     out = capsys.readouterr().out
-    assert [[message["content"] for message in messages if message["role"] == "user"] for messages in asked] == [
-        ["One?"],
-        ["One?", "Two?"],
-    ]
+    said = [[message["content"] for message in messages[::2]] for messages in asked]
+    assert said == [["One?"], ["One?", "Two?"]]
     answer = asked[1][1]
     assert answer["role"] == "assistant" and f"{printable(answer['content'])}\n\n20 tokens" in out
     assert out.count("20 tokens, ") == 2 and "plain decoding" not in out
@@ -175,38 +162,25 @@ def test_rounds_are_drawn_before_the_answer(common, target, capsys):
     assert f"\n\n{printable(target.chat.text(expected.tokens))}\n\n20 tokens, " in out and "\x1b" not in out
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.parametrize("refused", [False, True])
-def test_colour_is_for_terminals_that_want_it(common, monkeypatch, refused):
-    monkeypatch.setattr("sys.stdout", screen := Terminal())
+def test_colour_is_for_terminals_that_want_it(common, monkeypatch, capsys, refused):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1" if refused else "")
     generate("Hi", show="tree", compare=False, **common)
-    assert ("\x1b[" in screen.getvalue()) is not refused
+    assert ("\x1b[" in capsys.readouterr().out) is not refused
 
 
-def step(path: list[int], tokens: list[int], accepted: int) -> Progress:
-    tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
-    return Progress({}, tree=tree, verdict=Verdict(*map(torch.tensor, ([path], [tokens], [accepted]))))
-
-
-@pytest.mark.parametrize(
-    ("stops", "path", "bonus"),
-    [((), [0, 1, 2], 8), ((8,), [0, 1, 2], 8), ((6,), [0, 1, 2], None), ((5,), [0, 1], None), ((7,), [0, 1, 2], 8)],
-)
-def test_a_text_that_ended_within_a_round_is_drawn_so_far(stops, path, bonus):
+@pytest.mark.parametrize(("stop", "path", "bonus"), [(8, [0, 1, 2], 8), (6, [0, 1, 2], None), (5, [0, 1], None)])
+def test_a_text_that_ended_within_a_round_is_drawn_so_far(stop, path, bonus):
     """Of 5, 6, 7 in a row the target takes 5 and 6, and adds 8."""
-    guesses = guesses_of(step([0, 1, 2, 2], [5, 6, 8, 8], 2), frozenset(stops))
+    tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
+    verdict = Verdict(torch.tensor([[0, 1, 2, 2]]), torch.tensor([[5, 6, 8, 8]]), torch.tensor([2]))
+    guesses = guesses_of(Progress({}, tree=tree, verdict=verdict), frozenset({stop}))
     assert guesses == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)
 
 
 def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
-    speculative = Speculative(
-        target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320
-    )  # so many that some are right
+    many = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so that some are right
     drawn = []
 
     def watch(now: Progress) -> None:
@@ -214,6 +188,6 @@ def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
             guesses = guesses_of(now, frozenset())
             drawn.append([guesses.tokens[node] for node in guesses.path[1:]] + [guesses.bonus])
 
-    answer = Prompt([5, 6, 7], 30, GREEDY, 0).answer(speculative, watch)
+    answer = Prompt([5, 6, 7], 30, GREEDY, 0).answer(many, watch)
     assert [len(tokens) - 1 for tokens in drawn] == answer.accepted
     assert [token for tokens in drawn for token in tokens][:29] == answer.tokens[1:] and sum(answer.accepted) > 3

@@ -6,28 +6,21 @@ import pytest
 import torch
 from scipy.optimize import linprog
 
-from poss_lightning.evaluation.multidraft import (
-    RULES,
-    acceptance_rates,
-    distinct,
-    greedy,
-    optimum,
-    replaced,
-    table,
-    unseeing,
-)
-from poss_lightning.evaluation.stored import find_answers
+from poss_lightning.evaluation import multidraft
+from poss_lightning.evaluation.multidraft import RULES, distinct, greedy, optimum, replaced, unseeing
 from poss_lightning.sampling import Sampling
-from tests.evaluation.test_replay import PROMPTS, drawn, lucky, read
+from tests.evaluation.test_replay import answers_in, drawn, lucky, stored
 
 CASES = [(size, n, seed) for size, n in ((2, 1), (4, 2), (5, 3), (6, 2)) for seed in range(3)]
 
 
-def pair(size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """p, in which one token is impossible, and q."""
+@pytest.fixture(params=CASES, ids=str)
+def case(request) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """p, in which one token is impossible, q, and n."""
+    size, n, seed = request.param
     logits = 2 * torch.randn(2, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     logits[0, 0] = -torch.inf
-    return logits.softmax(-1).unbind()
+    return *logits.softmax(-1), n
 
 
 def recursive(p: list[float], q: list[float], n: int, replace: bool) -> float:
@@ -46,12 +39,11 @@ def recursive(p: list[float], q: list[float], n: int, replace: bool) -> float:
     return total
 
 
-@pytest.mark.parametrize(("size", "n", "seed"), CASES)
-def test_rejection_is_its_enumeration(size, n, seed):
-    p, q = pair(size, seed)
+def test_rejection_is_its_enumeration(case):
+    p, q, n = case
     assert float(replaced(p, q, n)) == pytest.approx(recursive(p.tolist(), q.tolist(), n, True), abs=1e-12)
     total = 0.0
-    for children in itertools.permutations(range(size), n):
+    for children in itertools.permutations(range(len(q)), n):
         left, chance = 1.0, 1.0
         for child in children:
             chance, left = chance * float(q[child]) / left, left - float(q[child])
@@ -70,33 +62,28 @@ def transport(p, chances: dict[tuple[int, ...], float]) -> float:
     return -linprog([-1.0] * len(pairs), A_ub=rows.numpy(), b_ub=most, method="highs").fun
 
 
-@pytest.mark.parametrize(("size", "n", "seed"), CASES)
-def test_the_optimum_is_that_of_the_transport(size, n, seed):
-    p, q = pair(size, seed)
-    chances = {children: float(q[list(children)].prod()) for children in itertools.product(range(size), repeat=n)}
-    assert float(optimum(p, q, n)) == pytest.approx(transport(p, chances), abs=1e-9)
+def test_optima_are_those_of_the_transport(case):
+    """For n independent draws, for n certain children, and for one drawn from all but n - 1 certain ones."""
+    p, q, n = case
+    *certain, last = q.topk(n).indices.tolist()
+    independent = {children: float(q[[*children]].prod()) for children in itertools.product(range(len(q)), repeat=n)}
+    rest = {x: float(q[x]) for x in range(len(q)) if x not in certain}
+    one_drawn = {(*certain, x): chance / sum(rest.values()) for x, chance in rest.items()}
+    for rate, chances in (
+        (optimum(p, q, n), independent),
+        (unseeing(p, q, n), {(*certain, last): 1.0}),
+        (greedy(p, q, n), one_drawn),
+    ):
+        assert float(rate) == pytest.approx(transport(p, chances), abs=1e-9)
     assert float(replaced(p, q, n)) <= float(optimum(p, q, n)) + 1e-12
-
-
-@pytest.mark.parametrize(("size", "n", "seed"), CASES)
-def test_children_that_are_certain_reach_their_own_optimum(size, n, seed):
-    p, q = pair(size, seed)
-    top = sorted(range(size), key=lambda x: -q[x])
-    assert float(unseeing(p, q, n)) == pytest.approx(transport(p, {tuple(top[:n]): 1.0}), abs=1e-9)
-    rest = top[n - 1 :]
-    mass = float(q[rest].sum())
-    chances = {(*top[: n - 1], x): float(q[x]) / mass for x in rest}
-    assert float(greedy(p, q, n)) == pytest.approx(transport(p, chances), abs=1e-9)
 
 
 def test_the_table_of_drawn_answers(target):
     """Rates are probabilities, and more children are accepted more often."""
     texts, draws = drawn(target, Sampling(1.0))
-    given = zip(PROMPTS, texts, draws, strict=True)
-    samples = [read(target, prompt, answer)._replace(draws=[draw]) for prompt, answer, draw in given]
-    answers = [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
-    rates = acceptance_rates(lucky(target, texts, (2, 2), 0), target.embed_head, answers, 2, (1, 3))
+    answers = answers_in(target, stored(target, texts, draws))
+    rates = multidraft.acceptance_rates(lucky(target, texts, (2, 2), 0), target.embed_head, answers, 2, (1, 3))
     assert rates.shape == (2, 2, len(RULES)) and bool(((rates >= 0) & (rates <= 1 + 1e-9)).all())
     assert bool((rates[:, 1] >= rates[:, 0] - 1e-9).all())
-    lines = table(rates, (1, 3)).splitlines()
+    lines = multidraft.table(rates, (1, 3)).splitlines()
     assert len(lines) == 1 + 2 * 2 and lines[0].split() == ["position", "n", *RULES]

@@ -30,33 +30,15 @@ def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
     return tokenizer.decode, tokenizer.encode("▁" + TEXT.replace(" ", "▁")).ids
 
 
-def spoken(text: Callable[[list[int]], str], tokens: list[int], sizes: list[int]) -> list[str]:
-    """The pieces of `tokens`, given in runs of these sizes, repeated."""
-    pieces, said = Pieces(text), []
-    while tokens:
-        size = sizes[len(said) % len(sizes)]
-        said.append(pieces.add(tokens[:size]))
-        tokens = tokens[size:]
-    return [*said, pieces.rest()]
-
-
 @pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
-@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [7], [1000]])
-def test_pieces_make_the_text_and_hold_whole_letters(kind, sizes):
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_pieces_make_the_text_and_hold_whole_letters(kind, size):
+    """However many tokens arrive at once."""
     text, tokens = kind()
-    said = spoken(text, tokens, sizes)
-    assert "".join(said) == text(tokens) == TEXT
-    assert not any(LOST in piece for piece in said) and said[-1] == ""
-
-
-def test_bytes_that_are_not_text_are_given_out_as_they_are():
-    text, _ = bytes_joined()
-    byte = {character: number for character, number in tiny_tokenizer().get_vocab().items() if len(character) == 1}
-    draw = random.Random(0)
-    tokens = draw.choices(sorted(byte.values()), k=2000)
-    assert "".join(spoken(text, tokens, [1])) == text(tokens)
-    broken = [byte["ÿ"]] * (3 * WINDOW)  # 0xFF
-    assert "".join(spoken(text, broken, [1])) == text(broken) == LOST * len(broken)
+    pieces = Pieces(text)
+    said = [pieces.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    assert "".join(said) == text(tokens) == TEXT and pieces.rest() == ""
+    assert not any(LOST in piece for piece in said)
 
 
 @pytest.mark.parametrize("alike", ["whole", "broken"])
@@ -69,16 +51,16 @@ def test_time_is_linear(alike):
         decoded.append(len(some))
         return text(some)
 
-    spoken(counted, tokens, [1])
+    pieces_of(counted, tokens)
     assert sum(decoded) < 2 * WINDOW * len(tokens)
 
 
-def test_each_token_has_a_piece_also_of_half_letters_and_of_a_stop_token(target):
-    byte = {target.tokenizer.convert_ids_to_tokens(i): i for i in range(3, 259)}
+def test_each_token_has_a_piece_also_of_bytes_that_are_no_text_and_of_a_stop_token(target):
+    byte = {character: number for character, number in target.tokenizer.get_vocab().items() if len(character) == 1}
     broken = [byte["â"], byte["a"], byte["ÿ"], byte["b"], min(target.chat.stops)]
-    pieces = pieces_of(target.chat.text, broken)
-    assert "".join(pieces) == target.chat.text(broken) == "\ufffda\ufffdb" and pieces[-1] == ""
+    assert target.chat.text(broken) == f"{LOST}a{LOST}b" and pieces_of(target.chat.text, broken)[-1] == ""
     whole = target.tokenizer("\u2028\né \ufffd €").input_ids
-    for tokens in (broken, whole, whole[:-1], []):
+    random_bytes = random.Random(0).choices(sorted(byte.values()), k=2000)
+    for tokens in (broken, whole, whole[:-1], [], random_bytes, [byte["ÿ"]] * (3 * WINDOW)):
         pieces = pieces_of(target.chat.text, tokens)
         assert "".join(pieces) == target.chat.text(tokens) and len(pieces) == len(tokens)

@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub.utils import logging as hub_logging
 
 from poss_lightning.evaluation import forms, hub
-from poss_lightning.evaluation.suites import OWN, local_files, own_suites, read_suites
+from poss_lightning.evaluation.suites import OWN, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -49,24 +49,18 @@ FORMS = [
     ({"turns": ["a"], "system": "s"}, ["a"]),
     ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
     ({"instruction": "a", "prompt": "### a ### x", "output": "x"}, ["a"]),
-    ({"question": "a", "answer": "x"}, ["a"]),
-    ({"prompt": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
-    ({"instruction": "a", "input": "b", "context": "c"}, ["a\n\nb\n\nc"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
     ({"data": ["a", "x", "b", "y"]}, ["a", "b"]),
-    ({"conversations": ["a", "x"]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
     ({"history": [["a", "x"]], "instruction": "b", "output": "y"}, ["b"]),
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
 
 
-@pytest.mark.parametrize("name", ["suite.jsonl", "suite.jsonl.gz"])
-def test_every_form_of_a_record(tmp_path, name):
-    data = lines(*(record for record, _ in FORMS)).encode()
-    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
-    questions = read_suites([str(tmp_path / name)])
+def test_every_form_of_a_record(tmp_path):
+    (tmp_path / "suite.jsonl.gz").write_bytes(gzip.compress(lines(*(record for record, _ in FORMS)).encode()))
+    questions = read_suites([str(tmp_path / "suite.jsonl.gz")])
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
     openings = [question.opening for question in questions if question.opening]
     assert openings == [chat(("system", "s"))] * 2 + [chat(("user", "a"), ("assistant", "x"))]
@@ -79,18 +73,14 @@ def test_a_named_field_counts_before_all(tmp_path):
     assert [question.turns for question in read_suites([f"{file}?field=instruction"])] == [["b"], ["c"]]
 
 
-def test_ids_and_categories(tmp_path):
-    records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}]
-    records.append({"id": None, "category": ["no text"]})
-    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a"} | record for record in records)))
-    questions = read_suites([str(tmp_path)])
-    assert [(question.id, question.category) for question in questions] == [(7, ""), ("y", "z"), ("c", ""), (4, "")]
-
-
 def test_a_repeated_id_gets_a_number_unless_strict(tmp_path):
-    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a", "id": id} for id in (1, 1, "b", 1, "b"))))
+    """An id is of several fields, or the number of the line; a category is text."""
+    records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}]
+    records += [{"id": None, "category": ["no text"]}, {"id": "y"}, {"id": 7}, {"id": 7}]
+    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a"} | record for record in records)))
     questions = read_suites([str(tmp_path)], strict=False)
-    assert [question.id for question in questions] == [1, "1#2", "b", "1#3", "b#2"]
+    assert [question.id for question in questions] == [7, "y", "c", 4, "y#2", "7#2", "7#3"]
+    assert [question.category for question in questions] == ["", "z", "", "", "", "", ""]
 
 
 def test_what_was_read_can_be_written_and_read_again(tmp_path):
@@ -108,54 +98,40 @@ def test_a_limit_looks_no_further(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("records", "words"),
     [
-        (b'{"text": "a", "n": 1}\n', r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
-        (b'{"turns": ["a", " "]}\n', r"suite\.jsonl:1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
-        (b'{"turns": []}\n', r"suite\.jsonl:1: `turns` is \[\]; it must be a text, or a list"),
-        (b'{"prompt": "\\ud83d"}\n', r"suite\.jsonl:1: `prompt` holds half a surrogate pair"),
-        (b'{"messages": [{"role": "tool", "content": "a"}]}\n', r"suite\.jsonl:1: `messages` has no message of a user"),
-        (b'{"turns": ["a"], "question_id": [1]}\n', r"suite\.jsonl:1: question_id is \[1\]"),
-        (b'{"turns": ["a"], "question_id": 1}\n{"turns": ["b"], "question_id": 1}\n', "suite repeats question_id 1;"),
+        ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
+        ([{"turns": ["a", " "]}], r":1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
+        ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
+        ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
+        ([{"turns": ["a"], "question_id": [1]}], r":1: question_id is \[1\]"),
+        ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
         (
-            json.dumps({"turns": [f"{forms.WITHHELD}\n\nTell me."]}).encode(),
-            r"suite\.jsonl:1: `turns` says that SPEED-Bench may not hold this text; .*prepare\.py.*: name a file",
+            [{"turns": [f"{forms.WITHHELD}\n\nTell me."]}],
+            ":1: `turns` says that SPEED-Bench .*prepare.py.*: name a file",
         ),
-        (b"\n", "has no questions"),
+        ([], " has no questions"),
     ],
 )
-def test_malformed_suites_are_named_by_file_and_line(tmp_path, data, words):
-    (tmp_path / "suite.jsonl").write_bytes(data)
+def test_malformed_suites_are_named_by_file_and_line(tmp_path, records, words):
+    (tmp_path / "suite.jsonl").write_text(lines(*records))
     with pytest.raises(ValueError, match=words):
-        read_suites([str(tmp_path / "suite.jsonl")])
+        read_suites([str(tmp_path)])
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("sources", "words"),
     [
         ("nowhere", "suite 'nowhere' is not a .jsonl file, .* chat, code, .*hub:mt_bench"),
         ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
         ("chat?feild=a", "'feild' is not an option; there are field"),
-        ("hub:gsm8k?field=a", "'field' is not an option; there are repo, config, split, revision"),
         ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
+        (["chat", "chat"], r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"),
     ],
 )
-def test_sources_that_do_not_exist(source, words):
+def test_sources_that_do_not_exist_or_have_one_name_are_refused(sources, words):
     with pytest.raises((FileNotFoundError, ValueError), match=words):
-        read_suites([source])
-
-
-def test_only_files_of_the_user_are_digested_as_inputs(tmp_path):
-    (tmp_path / "a.jsonl").touch()
-    for name in (tmp_path, tmp_path / "a.jsonl", f"{tmp_path / 'a.jsonl'}?field=question"):
-        assert local_files(str(name)) == [tmp_path / "a.jsonl"]
-    assert local_files("chat") == local_files("hub:gsm8k") == []
-
-
-def test_two_suites_of_one_name_are_refused(tmp_path):
-    (tmp_path / "chat.jsonl").write_text(lines({"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
-        read_suites(["chat", str(tmp_path)])
+        read_suites(sources)
 
 
 # --- the hub ---
@@ -208,10 +184,6 @@ def test_the_six_of_the_papers(tmp_path, name):
     assert question.source == f"{copy} {config} {split}"
 
 
-def test_each_known_data_set_is_pinned():
-    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.KNOWN.values())
-
-
 def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, monkeypatch):
     load, asked = datasets.load_dataset_builder, []
     copy = data_set(tmp_path / "copy", [{"question": "How many?"}], "main", "test")
@@ -224,6 +196,7 @@ def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, 
 
     monkeypatch.setattr(datasets, "load_dataset_builder", reach)
     pinned = hub.SIX["gsm8k"].revision
+    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.KNOWN.values())
     assert read_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
     assert read_suites(["hub:gsm8k?revision=abc"])[0].source == "openai/gsm8k@abc main test"
     assert read_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy@newest main test"  # it has other commits
@@ -234,8 +207,7 @@ def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path):
     rows = [{"instruction": f"Say {n}.", "input": "x" * (n % 3 == 0)} for n in range(200)]
     source = "hub:alpaca?repo=" + data_set(tmp_path / "copy", rows)
     questions = read_suites([source], limit=100)
-    assert [question.turns[0] for question in questions] == [f"Say {n}." for n in range(150) if n % 3]
-    assert len({question.id for question in questions}) == 100
+    assert [(one.id, one.turns) for one in questions] == [(n + 1, [f"Say {n}."]) for n in range(150) if n % 3]
     assert read_suites([source]) == questions[:80] and read_suites([source], limit=3) == questions[:3]
 
 
@@ -255,7 +227,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     [question] = read_suites([source])  # the only config; validation where there is no test
     assert (question.suite, question.id, question.turns) == ("talks", "c", ["a"])
     many = "hub:" + data_set(tmp_path / "many", [{"prompt": "a"}] * 90)
-    assert (len(read_suites(many)), len(read_suites(many, hub_limit=None)), len(read_suites(many, 2))) == (80, 90, 2)
+    assert (len(read_suites(many)), len(read_suites(many, hub_limit=None))) == (80, 90)
     options = "?config=english&split=validation&field=text"
     assert [question.turns for question in read_suites([source + options])] == [["b"]]
 
@@ -263,23 +235,15 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("hub:FOLDER?split=nosuch", "has no split 'nosuch': choose .*split= of train$"),
+        ("hub:FOLDER", "choose .split= of train_a, train_b"),
         ("hub:FOLDER?config=nosuch", "cannot be read: .*nosuch.* Available"),
-        ("hub:FOLDER?field=text", "talks.field=text row 1: has no `text`; it has question"),
-        ("hub:sum?repo=FOLDER&config=default&split=train", "row 1 has no 'article'; it has question$"),
+        ("hub:sum?repo=FOLDER&config=default&split=train_a", "row 1 has no 'article'; it has question$"),
     ],
 )
 def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
-    folder = data_set(tmp_path / "talks", [{"question": "a"}])
+    folder = data_set(tmp_path / "talks", [{"question": "a"}], "default", "train_a", "train_b")
     with pytest.raises(ValueError, match=words):
         read_suites([source.replace("FOLDER", folder)])
-
-
-def test_several_splits_and_none_named(tmp_path):
-    folder = data_set(tmp_path / "talks", [{"prompt": "a"}], "default", "train_a", "train_b")
-    with pytest.raises(ValueError, match=r"choose .split= of train_a, train_b"):
-        read_suites([f"hub:{folder}"])
-    assert read_suites([f"hub:{folder}?split=train_b"])[0].source == f"{folder} default train_b"
 
 
 @pytest.mark.parametrize("place", ["datasets.load_dataset_builder", "datasets.IterableDataset.__iter__"])

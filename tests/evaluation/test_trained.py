@@ -5,7 +5,6 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import lightning
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -19,12 +18,12 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.writing import write_store
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
-from poss_lightning.training.module import SpecialistTraining
-from tests.support.talks import talks
+from tests.support.resuming import fit
+from tests.support.stores import dies_after
+from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target
 
-QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
+OTHER = [{"role": "user", "content": "another question"}, {"role": "assistant", "content": "another answer"}]
 
 
 def extracted(folder, conversations: list[Conversation], **sizes) -> str:
@@ -34,17 +33,10 @@ def extracted(folder, conversations: list[Conversation], **sizes) -> str:
 
 def train(store: str, folder, **options) -> FeatureData:
     """A step."""
-    data = FeatureData(store, validation=0.3)
-    trainer = lightning.Trainer(
-        default_root_dir=folder,
-        max_steps=1,
-        limit_val_batches=1,
-        use_distributed_sampler=False,
-        callbacks=[DraftFolders("val/loss", "min"), ModelCheckpoint(folder, save_last=True)],
-        **QUIET,
-    )
-    trainer.fit(SpecialistTraining(store, [2], **options), data)
-    return data
+    kept = [DraftFolders("val/loss", "min"), ModelCheckpoint(folder, save_last=True)]
+    model = {"allocation": [2], **options}
+    _, trainer, _ = fit(store, folder, max_steps=1, limit_val_batches=1, callbacks=kept, model=model)
+    return trainer.datamodule
 
 
 @pytest.fixture(scope="module")
@@ -55,58 +47,40 @@ def trained(tmp_path_factory):
     return folder, data
 
 
-def warned(caplog, store: str, draft, out) -> str:
-    """What `poss replay` warns of."""
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        replay(store, str(out), drafts={"own": str(draft)}, nodes=4, tree_width=2, device="cpu", dtype="float32")
-    return "\n".join(line for line in caplog.messages if "trained on" in line)
-
-
 def test_texts_of_the_training_are_counted_and_others_not(trained, tmp_path, caplog):
     folder, data = trained
     held = {data.source.ids[i] for i in data.held_out}
     learnt = [talk for talk in talks() if talk.id not in held]
     unseen = [talk for talk in talks() if talk.id in held]
-    cases: list[tuple[list[Conversation], dict, tuple[int, int] | None]] = [
-        (talks(), {}, (len(learnt), 40)),
-        ([replace(talk, id=f"new{talk.id}") for talk in talks()], {"max_length": 100}, (len(learnt), 40)),  # cut, too
-        (learnt[:5] + unseen[:2], {}, (5, 7)),
-        (unseen, {}, None),
-        ([Conversation(talk.id, other()) for talk in talks()], {}, None),  # other texts of the same ids
-    ]
-    for number, (conversations, sizes, found) in enumerate(cases):
-        store = extracted(tmp_path / f"store{number}", conversations, **sizes)
-        words = warned(caplog, store, folder / "draft-last", tmp_path / f"out{number}")
-        assert words == "" if found is None else "trained on {} of these {} conv".format(*found) in words
-        assert words.count("\n") == 0
-
-
-def other() -> list[dict]:
-    return [{"role": "user", "content": "another question"}, {"role": "assistant", "content": "another answer"}]
+    cases = {
+        "renamed": ([replace(talk, id=f"new{talk.id}") for talk in talks()], (len(learnt), 40)),  # and cut
+        "some": (learnt[:5] + unseen[:2], (5, 7)),
+        "unseen": (unseen, None),
+        "of the same ids": ([Conversation(talk.id, OTHER) for talk in talks()], None),
+    }
+    drafts = {"own": str(folder / "draft-last")}
+    for name, (conversations, found) in cases.items():
+        store = extracted(tmp_path / name, conversations, max_length=100 if name == "renamed" else 128)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            replay(store, str(tmp_path / f"{name}-out"), drafts=drafts, nodes=4, tree_width=2, device="cpu")
+        (words,) = [line for line in caplog.messages if "trained on" in line] or [""]
+        assert words == "" if found is None else "trained on {} of these {} conv".format(*found) in words, name
 
 
 def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_path, monkeypatch):
     store, draft = extracted(tmp_path / "store", talks()[:6]), str(trained[0] / "draft-last")
     given: dict[str, Any] = {"drafts": {"one": draft, "two": draft}, "tree_width": 2, "device": "cpu"}
     replay(store, str(tmp_path / "whole"), nodes=4, **given)
-    measure, measured = module._measure, []
-
-    def killed(name, *arguments):
-        if name == "two" and not measured.append(name) and len(measured) == 1:
-            raise KeyboardInterrupt
-        return measure(name, *arguments)
-
-    monkeypatch.setattr(module, "_measure", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with dies_after(module, "_measure", 1):
         replay(store, str(tmp_path / "out"), nodes=4, **given)
     with pytest.raises(ValueError, match=r"was begun with other settings \(methods.one.nodes 4, now 5"):
         replay(store, str(tmp_path / "out"), nodes=5, **given)
+    measure, measured = module._measure, []
     monkeypatch.setattr(module, "_measure", lambda name, *rest: measured.append(name) or measure(name, *rest))
     replay(store, str(tmp_path / "out"), nodes=4, **given)
-    assert measured == ["two", "two"] and not (tmp_path / "out" / "unfinished").exists()
-    whole, resumed = (read_records(tmp_path / name) for name in ("whole", "out"))
-    assert whole == resumed and whole
+    assert measured == ["two"] and not (tmp_path / "out" / "unfinished").exists()
+    assert read_records(tmp_path / "whole") == read_records(tmp_path / "out") != []
 
 
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
@@ -117,7 +91,7 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     for number, source in enumerate((folder / "draft-last", folder / "last.ckpt")):
         export(str(source), str(tmp_path / str(number)), "bfloat16")
         assert Specialists.from_pretrained(tmp_path / str(number)).trained_on == known
-    store = extracted(tmp_path / "store", [Conversation(str(i), other() * (i + 1)) for i in range(9)])
+    store = extracted(tmp_path / "store", [Conversation(str(i), OTHER * (i + 1)) for i in range(9)])
     train(store, tmp_path / "second", start_from=str(folder / "draft-last"))
     after = Specialists.from_pretrained(tmp_path / "second" / "draft-last").trained_on
     assert after > known
