@@ -1,11 +1,14 @@
-"""Feature stores of the tiny target, and options of a quiet trainer."""
+"""Feature stores of the tiny target, and a quiet trainer."""
 
 from collections.abc import Callable
 
+import lightning
 import pytest
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
+from tests.support.ranks import QUIET
 from tests.support.talks import SIZES, talks
 
 
@@ -24,3 +27,16 @@ def make_store(tmp_path_factory) -> Callable[..., str]:
 @pytest.fixture(scope="module")
 def store(make_store, tiny_folder) -> str:
     return make_store(Target.load(tiny_folder, "float32"))
+
+
+@pytest.fixture(scope="session")
+def train() -> Callable[..., lightning.Trainer]:
+    """Trains a module on a CPU, on its own store unless there are `data`; returns the trainer."""
+    quiet = QUIET | {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+
+    def run(module: lightning.LightningModule, data: FeatureData | None = None, **options) -> lightning.Trainer:
+        trainer = lightning.Trainer(**quiet | options)
+        trainer.fit(module, data or FeatureData(module.hparams["store"], batch_tokens=256, validation=0.2))
+        return trainer
+
+    return run
