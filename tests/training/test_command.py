@@ -37,17 +37,12 @@ def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
     second = poss("fit", *small, *ONE, *AGAIN)
     says(second, "fit", f"run holds a training already: resume with --ckpt_path {LAST}, or choose another --name")
-    for command, given, words in [
-        ("fit", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
-        ("validate", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
-        ("fit", "gone.ckpt", "gone.ckpt: no such file"),
-        (
-            "fit",
-            "run/draft-last",
-            "run/draft-last is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt",
-        ),
-    ]:
-        says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
+    for given, words in (
+        ("torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
+        ("gone.ckpt", "gone.ckpt: no such file"),
+        ("run/draft-last", "is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt"),
+    ):
+        says(poss("fit", "--config", "run/config.yaml", "--ckpt_path", given), "fit", words)
     (tmp_path / "torn.ckpt").unlink()
     assert contents(tmp_path) == before
     says(poss(*RESUME, "--data.seed", "1"), "fit", "of other data")  # Lightning itself has begun to log

@@ -22,10 +22,9 @@ def naive(answers: list[list[int]], vocabulary: int, size: int, always: set[int]
     return sorted(sorted(range(vocabulary), key=lambda token: (token not in always, -counts[token], token))[:size])
 
 
-@pytest.mark.parametrize("kept", [torch.arange(0, 320, 7), torch.arange(320)], ids=len)
-def test_only_the_vocabulary_changes(target, tmp_path, kept):
+def test_only_the_vocabulary_changes(target, tmp_path):
     """Cut, saved and loaded: every weight has the same bits, and there is no new one."""
-    draft = tiny_draft(target, [1, 3, 2])
+    draft, kept = tiny_draft(target, [1, 3, 2]), torch.arange(0, 320, 7)
     draft.normalise(torch.rand(32), torch.rand(32))
     before = {name: value.clone() for name, value in draft.state_dict().items()}
     restrict_vocabulary(draft, kept).save_pretrained(tmp_path)
@@ -35,13 +34,9 @@ def test_only_the_vocabulary_changes(target, tmp_path, kept):
     after = {name: value for name, value in loaded.state_dict().items() if name != "vocabulary"}
     assert after.keys() == before.keys() and all(value.equal(before[name]) for name, value in after.items())
     assert draft.vocabulary is None and all(value.equal(before[name]) for name, value in draft.named_parameters())
-
-
-def test_a_draft_can_start_from_a_cut_draft(target):
-    draft, other = tiny_draft(target, [2, 2]), tiny_draft(target, [2, 2], seed=1)
-    other.start_from(restrict_vocabulary(draft, torch.arange(50)))
-    assert all(a.equal(b) for a, b in zip(draft.parameters(), other.parameters(), strict=True))
-    assert other.vocabulary is None
+    other = tiny_draft(target, [1, 3, 2], seed=1)
+    other.start_from(loaded)  # a draft may start from a cut one
+    assert other.vocabulary is None and all(map(torch.equal, other.parameters(), draft.parameters()))
 
 
 # --- the command ---
@@ -66,7 +61,7 @@ def answers_of(target, conversations) -> list[list[int]]:
     return [chat.tokens[start:stop] for chat in rendered for start, stop in chat.spans]
 
 
-@pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 24), (20, 5), (200, 24)])
+@pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 5)])
 def test_the_command_keeps_and_covers_the_tokens_of_a_hand_count(target, given, tmp_path, capsys, size, limit):
     run(given, tmp_path / "small", size, "--limit", str(limit))
     answers = answers_of(target, make_conversations()[:limit])
