@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -16,7 +16,6 @@ from tensorboard.plugins.hparams import metadata
 
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
@@ -24,33 +23,18 @@ from poss_lightning.training.callbacks import DraftFolders, ValidateFirst
 from poss_lightning.training.dashboard import KINDS, Dashboard, draw_acceptance
 from poss_lightning.training.module import SpecialistTraining
 
-DEPTH, EVERY = 4, 10**6
+DEPTH = 4
 FORGED = "<img src=x onerror=alert(1)> **bold** [link](x) \x1b[2J"  # a name, or what somebody wrote
 
 
-@pytest.fixture(scope="module")
-def fit(train, store):
-    def run(steps, callbacks=(), **options):
-        lightning.seed_everything(0)
-        module = SpecialistTraining(store, [2, 2], learning_rate=3e-3, vocabulary_size=100)
-        return train(
-            module,
-            FeatureData(store, batch_tokens=512, validation=0.2),
-            max_steps=steps,
-            val_check_interval=steps // 2,
-            check_val_every_n_epoch=None,
-            log_every_n_steps=1,
-            callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(), *callbacks],
-            **options,
-        )
-
-    return run
+def replayed(*callbacks) -> list[lightning.Callback]:
+    return [Replay(10**6, nodes=12, tree_width=4), Dashboard(), *callbacks]
 
 
 @pytest.fixture(scope="module")
-def run(fit, tmp_path_factory):
+def run(learn, store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / FORGED
-    fit(20, [ValidateFirst()], logger=TensorBoardLogger(folder, name="", version=""))
+    learn(store, 20, folder, replayed(ValidateFirst()))
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
     return SimpleNamespace(folder=folder, events=events)
 
@@ -111,17 +95,18 @@ def test_a_figure_shows_every_kind_of_pos_acc(run):
     assert not draw_acceptance({}, 3, 7, {}).axes[0].lines
 
 
-def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, fit):
+def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, learn, store):
     assert [scalar.step for scalar in run.events.Scalars("val/tau_tree")] == [0, 9, 19]  # batches before it
-    one, other = (fit(2, callbacks).lightning_module.draft.parameters() for callbacks in ([], [ValidateFirst()]))
+    trainers = (learn(store, 2, callbacks=replayed(*more)) for more in ([], [ValidateFirst()]))
+    one, other = (trainer.lightning_module.draft.parameters() for trainer in trainers)
     assert all(map(torch.equal, one, other))
 
 
 # --- replay while training ---
 
 
-def test_validation_replays_the_held_out_answers(fit):
-    trainer = fit(6)
+def test_validation_replays_the_held_out_answers(learn, store):
+    trainer = learn(store, 6, callbacks=replayed(), vocabulary_size=100)
     data, draft, logged = trainer.datamodule, trainer.lightning_module.draft.eval(), trainer.callback_metrics
     held = [data.source[i] for i in data.held_out]
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):

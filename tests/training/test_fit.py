@@ -6,14 +6,12 @@ import sys
 import warnings
 from types import SimpleNamespace
 
-import lightning
 import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import fit, fit_once, validate
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.optimizers import check_precision
@@ -104,12 +102,10 @@ def test_a_trainer_that_cannot_train_a_draft_is_refused(store):
             module.on_fit_start()
 
 
-def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store):
-    """Also for a validation; 16-mixed, and with ZeRO: on a CPU Lightning takes bfloat16 instead."""
-    trainer = lightning.Trainer(accelerator="cpu", precision="16-true", logger=False, enable_checkpointing=False)
-    for command in (trainer.fit, trainer.validate):
-        with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
-            command(SpecialistTraining(store, [1]), FeatureData(store, validation=0.2))
+def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store, train):
+    """16-mixed, and with ZeRO, too: on a CPU Lightning takes bfloat16 instead."""
+    with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
+        train(SpecialistTraining(store, [1]), precision="16-true")
     with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, in which the first steps overflow"):
         check_precision("16-mixed")
 
@@ -120,11 +116,8 @@ def test_a_log_file_gets_a_line_every_so_many_steps_and_of_0_none(store, caplog,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
-    fit(
-        CPU,
-        cut(store, logger=logger, callbacks=None, log_every_n_steps=every, max_steps=4),
-        {"data": {"batch_tokens": 64}},
-    )
+    trainer = {"logger": logger, "callbacks": None, "log_every_n_steps": every, "max_steps": 4}
+    fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 64}})
     first, *lines = [words for words in caplog.messages if words.startswith("step ")]
     assert first == "step 0 of 4: training begins"
     assert [line.split(":")[0] for line in lines] == (["step 2 of 4", "step 4 of 4"] if every else [])

@@ -1,13 +1,13 @@
-"""The terminal, a sweep's cell, the demo and Python train with the same options."""
+"""The terminal, a sweep's cell and Python train with the same options."""
 
 import random
 from argparse import ArgumentError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from poss_lightning import demo
 from poss_lightning.configs import locate_configs
 from poss_lightning.files import conf_names
 from poss_lightning.sweep import Sweep
@@ -61,24 +61,18 @@ def printed(capsys, *arguments: str) -> dict:
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def trained(monkeypatch) -> list[dict]:
     """The options of what trains, where nothing does: here, and in processes of their own."""
     seen: list[dict] = []
 
-    class Ends:
-        def __init__(self, command, *, env, **options):
-            assert "SLURM_NTASKS" not in env  # Lightning would take them for the processes of this training
-            seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
-
-        def wait(self) -> int:
-            return 0
-
-    def train(*layers) -> None:
-        seen.append(compose(*layers))
+    def start(command, *, env, **options) -> SimpleNamespace:
+        assert "SLURM_NTASKS" not in env  # Lightning would take them for the processes of this training
+        seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
+        return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setattr(roads, "fit", train)
-    monkeypatch.setattr(roads, "Popen", Ends)
+    monkeypatch.setattr(roads, "fit", lambda *layers: seen.append(compose(*layers)))
+    monkeypatch.setattr(roads, "Popen", start)
     return seen
 
 
@@ -102,33 +96,13 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, ca
         own = Sweep({"a": special | {"config": configs}}, [11], fit=common, replay={"store": "x"})
         (cell,) = own.cells(place / "experiment")
         assert cell.training == expected
-        cell_options = trained_once(cell.folder, cell.layers, trained)
+        with pytest.raises(ValueError, match="has no draft-last"):
+            fit_once(cell.folder, *cell.layers)
+        cell_options = trained.pop()
         logger = cell_options["trainer"].pop("logger")
         assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed-11"
         del expected["trainer"]["logger"]
         assert cell_options == expected
-
-
-def trained_once(folder: Path, layers: list, trained: list[dict]) -> dict:
-    """What `fit_once` trains; it fails after that, for lack of a draft."""
-    trained.clear()
-    with pytest.raises(ValueError, match="has no draft-last"):
-        fit_once(folder, *layers)
-    (options,) = trained
-    return options
-
-
-def test_the_demo_trains_with_the_options_of_print_config(tmp_path, capsys, trained):
-    with pytest.raises(ValueError, match="has no draft-last"):
-        demo._fit(tmp_path, "poss2", store="s", steps=4, start="embedded-hass", dtype="float32", device="cpu")
-    (options,) = trained
-    given = {"data": {"store": "s"}, "model": {"vocabulary_size": demo.VOCABULARY, "start_from": "embedded-hass"}}
-    steps = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
-    given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
-    files = ("--config", "demo.yaml", "--config", "draft/poss2.yaml")
-    expected = printed(capsys, *files, "--config", yaml.safe_dump(given, default_flow_style=True))
-    del options["trainer"]["logger"], expected["trainer"]["logger"]
-    assert options == expected
 
 
 def test_options_that_a_config_may_not_have_are_named(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
@@ -53,9 +53,9 @@ def each(*names: str) -> list:
 
 NAMES = ("one", "ddp", "zero1", "zero2", "zero3")
 STRATEGIES = each(*NAMES)
-OTHER_KIND = ("ddp", "zero1", "zero3")
-SPREAD = 4  # times what half an ulp makes: the sums of a strategy are rounded more often than once
-MODEL_DEPTH = sum(MODEL["allocation"])
+# Of what training changed. Adam divides small gradients by their own size, so their rounding counts: on one CPU half an
+# ulp in the first weights makes 2e-5, more where passes pass their rounding on. A mean over wrong slots is 1e-1 away.
+NEAR = 5e-4
 
 
 @pytest.fixture(scope="module")
@@ -142,25 +142,6 @@ def reference(store, inner, initial) -> dict[int | str, Weights]:
     return plain | {"eagle3": plain_steps(inner, of_eagle3(initial), 4, **EAGLE3)}
 
 
-@pytest.fixture(scope="module")
-def rounding(store, initial, reference, tmp_path_factory) -> float:
-    """What float32 leaves open: how far plain steps end up from weights that begin half an ulp away, at most of three.
-
-    Adam divides small gradients by their own size, so their rounding counts: on one CPU 3e-6 to 2e-5 of what changed.
-    """
-    nudged, found = tmp_path_factory.mktemp("nudged") / "weights.safetensors", []
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        weights = load_file(initial)
-        for name, value in weights.items():
-            if value.is_floating_point() and name != "scale":
-                value.mul_(1 + (torch.rand(value.shape, generator=generator) - 0.5) * torch.finfo(value.dtype).eps)
-        save_file(weights, nudged)
-        found.append(difference(plain_steps(store, nudged, 2), reference[2], initial))
-    assert max(found) < 1e-4  # or the laws below would see no fault
-    return max(found)
-
-
 # --- one truth ---
 
 
@@ -171,15 +152,14 @@ def test_processes_have_uneven_slot_counts(store):
 
 
 @pytest.mark.parametrize("run", each(*(f"{name}/{batches}" for name in NAMES for batches in (2, 4)), "zero3-offload/4"))
-def test_every_strategy_takes_the_same_steps(trained, reference, initial, rounding, run):
-    assert difference(weights(trained / run), reference[int(run[-1])], initial) <= SPREAD * rounding
+def test_every_strategy_takes_the_same_steps(trained, reference, initial, run):
+    assert difference(weights(trained / run), reference[int(run[-1])], initial) < NEAR
 
 
-@pytest.mark.parametrize("strategy", each(*OTHER_KIND))
-def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, rounding, strategy):
-    """Without detaching, each pass's rounding goes through those before it."""
+@pytest.mark.parametrize("strategy", each("ddp", "zero1", "zero3"))
+def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, strategy):
     found = difference(weights(trained / strategy / "eagle3"), reference["eagle3"], of_eagle3(initial))
-    assert found <= MODEL_DEPTH * SPREAD * rounding
+    assert found < NEAR
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -214,27 +194,22 @@ def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strateg
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_a_strategy_resumes_from_the_checkpoint_of_another(trained, reference, initial, rounding, strategy):
-    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) <= SPREAD * rounding
+def test_a_strategy_resumes_from_the_checkpoint_of_another(trained, reference, initial, strategy):
+    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) < NEAR
 
 
 @pytest.mark.parametrize("precision", ["4", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_draft_comes_out_of_training_and_out_of_its_checkpoint(trained, tmp_path, strategy, precision):
+    """It has 12 bytes a parameter, names and numbers; other processes keep no copy (`ranks.keeps_no_copy`)."""
     run = trained / strategy / precision
     export(str(run / "step=4.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
         draft = Specialists.from_pretrained(folder)
         assert draft.config.allocation == tuple(MODEL["allocation"])
         assert all(torch.equal(value, weights(run)[name]) for name, value in draft.state_dict().items())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_checkpoint_is_as_large_as_planned(trained, strategy):
-    """12 bytes a parameter, names and numbers beside them; the other processes kept no copy (`ranks.keeps_no_copy`)."""
-    run = trained / strategy / "4"
-    file = 12 * count_parameters(Specialists.from_pretrained(run / "draft-last").config)
-    assert 0 <= (run / "step=4.ckpt").stat().st_size - file < 40_000 < file / 4
+    planned = 12 * count_parameters(draft.config)
+    assert 0 <= (run / "step=4.ckpt").stat().st_size - planned < 40_000 < planned / 4
 
 
 def test_a_checkpoint_is_written_atomically_and_mapped_to_be_read(tmp_path, monkeypatch):
