@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,6 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.export import restrict_vocabulary
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
-
-
-def naive(answers: list[list[int]], vocabulary: int, size: int, always: set[int]) -> list[int]:
-    """Sort tokens: first those that are always kept, then by how often they occur, then by id. Take `size`."""
-    counts = Counter(token for answer in answers for token in answer)
-    return sorted(sorted(range(vocabulary), key=lambda token: (token not in always, -counts[token], token))[:size])
 
 
 def test_only_the_vocabulary_changes(target, tmp_path):
@@ -56,19 +49,15 @@ def run(given: dict[str, str], out: Path, size: int, *options: str) -> None:
     cli.run("export", [given["draft"], str(out), "--vocabulary_size", str(size), *corpus, *options])
 
 
-def answers_of(target, conversations) -> list[list[int]]:
-    rendered = [text for each in conversations for text in target.chat.texts(each.messages)]
-    return [chat.tokens[start:stop] for chat in rendered for start, stop in chat.spans]
-
-
 @pytest.mark.parametrize(("size", "limit"), [(1, 24), (20, 5)])
 def test_the_command_keeps_and_covers_the_tokens_of_a_hand_count(target, given, tmp_path, capsys, size, limit):
     run(given, tmp_path / "small", size, "--limit", str(limit))
-    answers = answers_of(target, make_conversations()[:limit])
-    expected = naive(answers, 320, size, set(target.chat.stops))
+    rendered = [text for each in make_conversations()[:limit] for text in target.chat.texts(each.messages)]
+    written = [token for text in rendered for start, stop in text.spans for token in text.tokens[start:stop]]
+    counts, stops = Counter(written), set(target.chat.stops)  # these are always kept; the rest by count, then by id
+    expected = sorted(range(320), key=lambda token: (token not in stops, -counts[token], token))[:size]
     cut_to = Specialists.from_pretrained(tmp_path / "small")
-    assert cut_to.vocabulary.tolist() == expected and cut_to.config.vocabulary_size == size
-    written = list(chain(*answers))
+    assert cut_to.vocabulary.tolist() == sorted(expected) and cut_to.config.vocabulary_size == size
     covered = sum(token in expected for token in written)
     line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens"
     assert capsys.readouterr().out.splitlines()[0] == line

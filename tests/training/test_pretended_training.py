@@ -13,8 +13,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import move_data_to_device
-from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from poss_lightning.features.datamodule import FeatureData
@@ -27,30 +26,15 @@ from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
-from tests.support.stores import contents
 from tests.support.talks import EAGLE3, SIZES, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
-MUON = {"optimizer": "muon"}
 DPACE = {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}}
 
-# The most that are allowed. Logged steps may wait more.
-WAITS_A_BATCH = 1  # to find the slots that count
-WAITS_A_STEP = 1  # whether all is finite
 
-
-def dense_attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    block_mask: BlockMask,
-    enable_gqa: bool,
-    return_lse: bool = False,
-    return_aux: AuxRequest | None = None,
-) -> tuple:
+def dense_attention(queries, keys, values, *, block_mask, return_lse=False, **options) -> tuple:
     """FlexAttention by its definition: the mask is called for every query and key."""
     keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1) for x in (keys, values))
     batch, _, count, width = queries.shape
@@ -70,7 +54,7 @@ def device(monkeypatch):
 
 
 def load(where: torch.device | str, kind: str) -> Target:
-    model = tiny_model(0, num_hidden_layers=7 if kind == "eagle3" else 2)
+    model = tiny_model(num_hidden_layers=7 if kind == "eagle3" else 2)
     return Target(model.to(where).requires_grad_(False), tiny_tokenizer(), "tiny")
 
 
@@ -89,7 +73,7 @@ class Accelerator(CPUAccelerator):
 
 @pytest.fixture
 def fit(stores, train):
-    def run(kind: str, where: PretendedDevice | None, settings: dict | None = None, **changes):
+    def run(kind: str, where: PretendedDevice | None, plugins=None, **changes):
         """Three steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
         lightning.seed_everything(0, verbose=False)
         module = SpecialistTraining(stores[kind], **MODEL | (EAGLE3 if kind == "eagle3" else {}) | changes)
@@ -110,7 +94,7 @@ def fit(stores, train):
             val_check_interval=6,
             limit_val_batches=1,
             callbacks=[Throughput(), watch],
-            **(settings or {}),
+            plugins=plugins,
         )
         return module.draft.state_dict(), trainer.callback_metrics, waits
 
@@ -120,10 +104,9 @@ def fit(stores, train):
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("eagle2", MUON),
+        ("eagle2", {"optimizer": "muon"}),
         ("eagle3", {"kv": "shared"}),
         *(pytest.param(kind, DPACE, marks=pytest.mark.nightly) for kind in LAYERS),
-        pytest.param("eagle3", MUON, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
@@ -134,15 +117,16 @@ def test_steps_are_the_hosts(device, fit, kind, options):
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
-    for number, waits in enumerate(batches[1:-2], start=1):  # the first and the last ones are logged
-        assert waits.total() <= WAITS_A_BATCH + WAITS_A_STEP * (number % 2), waits
+    for number, waits in enumerate(batches[1:-2], start=1):  # the first and the last ones are logged, and may wait more
+        assert waits.total() <= 1 + number % 2, (
+            waits
+        )  # a batch for the slots that count, a step for whether all is finite
 
 
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle2", marks=pytest.mark.nightly)])
-def test_autocast_of_cuda_takes_all_dtypes(device, fit, kind):
+def test_autocast_of_cuda_takes_all_dtypes(device, fit):
     """It rounds other operations than the CPU's: no product mixes dtypes, and the loss is nearly the same."""
-    _, exact, _ = fit(kind, None)
-    _, mixed, _ = fit(kind, device, {"plugins": [MixedPrecision("bf16-mixed", "pretend")]})
+    _, exact, _ = fit("eagle3", None)
+    _, mixed, _ = fit("eagle3", device, plugins=[MixedPrecision("bf16-mixed", "pretend")])
     assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
 
 
@@ -167,7 +151,6 @@ def test_a_store_holds_the_hosts_features(device, tmp_path, kind, stored):
     """Extraction: the forward is done on the device, and what is kept comes from there."""
     for name, where in (("host", "cpu"), ("ours", DEVICE)):
         write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **SIZES)
-    assert contents(tmp_path / "host").keys() == contents(tmp_path / "ours").keys()
     host, ours = (FeatureStore(str(tmp_path / name)) for name in ("host", "ours"))
     step = {"exact": 1e-4, "float8": 0.07}[stored]  # one code of 8 bits
     for one, other in zip(host, ours, strict=True):

@@ -199,8 +199,6 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         first, second = ([name for epoch, ids in rest if epoch == e for name in ids] for e in range(2))
         assert sorted(taken + first) == sorted(second) and taken and first
         assert trainer.current_epoch == 2
-        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch  # where the rate is 0
-        assert abs(steps - trainer.num_training_batches * 2) <= 1
 
 
 def test_throughput_is_logged_in_the_same_steps_after_resuming(store, tmp_path):

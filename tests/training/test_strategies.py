@@ -53,6 +53,9 @@ def each(*names: str) -> list:
 
 NAMES = ("one", "ddp", "zero1", "zero2", "zero3")
 STRATEGIES = each(*NAMES)
+RUNS = [f"{strategy}/{name}" for strategy in NAMES for name in ("2", "4")]
+RUNS += [f"{strategy}/from-other" for strategy in NAMES[1:]]
+RUNS += ["zero3-offload/4", "ddp/eagle3", "zero1/eagle3", "zero3/eagle3"]
 # Of what training changed. Adam divides small gradients by their own size, so their rounding counts: on one CPU half an
 # ulp in the first weights makes 2e-5, more where passes pass their rounding on. A mean over wrong slots is 1e-1 away.
 NEAR = 5e-4
@@ -78,18 +81,14 @@ def initial(store, inner, tmp_path_factory) -> Path:
     return folder / "weights.safetensors"
 
 
-def of_eagle3(initial: Path) -> Path:
-    return initial.with_name("eagle3.safetensors")
-
-
 @pytest.fixture(scope="module")
 def trained(request, store, inner, initial, tmp_path_factory) -> Path:
     """A folder a run, strategy/name, of the trainings in the table; each library has processes of its own."""
     out = tmp_path_factory.mktemp("trained")
     # A draft whose own head learns outside the unroll, without detaching.
-    eagle3 = {"store": inner, "model": EAGLE3, "initial": str(of_eagle3(initial))}
+    eagle3 = {"store": inner, "model": EAGLE3, "initial": str(initial.with_name("eagle3.safetensors"))}
     launch(store, initial, out, 1, runs(out, "one"))
-    launch(store, initial, out, 2, runs(out, "ddp", "one", eagle3))
+    launch(store, initial, out, 2, [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
     if not any("zero" in item.name and item.path == request.path for item in request.session.items):
         return out
     zero = [
@@ -97,22 +96,23 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
         *runs(out, "zero2", "zero1"),
         *runs(out, "zero3", "zero2", eagle3),
         {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2},
-        from_yaml(out, store),
+        command(out, store, "zero3", "trainer/zero3.yaml"),
     ]
     launch(store, initial, out, 2, zero)
     return out
 
 
-def from_yaml(out: Path, store: str) -> dict:
-    """What the command line is given for ZeRO-3's YAML on two CPU ranks."""
-    place = {"save_dir": str(out), "name": "zero3.yaml", "version": ""}
+def command(out: Path, store: str, strategy: str, *configs: str) -> dict:
+    """What the command line is given for two CPU ranks."""
+    place = {"save_dir": str(out), "name": f"{strategy}.yaml", "version": ""}
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "log_every_n_steps": 1}
     trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
     trainer |= {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}
+    trainer |= {} if configs else {"strategy": strategy}
     options = {"data": {"store": store, "validation": 0.2}, "trainer": trainer}
     often = "--trainer.callbacks.init_args.every_n_train_steps=1"  # of the last callback, which writes last.ckpt
-    fit = [*command_line("draft/poss3.yaml", "trainer/zero3.yaml", options), often]
-    return {"fit": fit, "last": str(out / "zero3.yaml" / "checkpoints" / "last.ckpt")}
+    fit = [*command_line("draft/poss3.yaml", *configs, options), often]
+    return {"strategy": strategy, "fit": fit, "last": str(out / f"{strategy}.yaml" / "checkpoints" / "last.ckpt")}
 
 
 def runs(out: Path, strategy: str, other: str | None = None, eagle3: dict | None = None) -> list[dict]:
@@ -136,10 +136,12 @@ def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -
 
 
 @pytest.fixture(scope="module")
-def reference(store, inner, initial) -> dict[int | str, Weights]:
-    """Batches a step -> weights after plain steps: every conversation alone, one loss, no Lightning."""
-    plain = {share: plain_steps(store, initial, share) for share in (2, 4)}
-    return plain | {"eagle3": plain_steps(inner, of_eagle3(initial), 4, **EAGLE3)}
+def reference(store, inner, initial) -> dict[str, tuple[Weights, Path]]:
+    """By a run's name: weights after plain steps, of every conversation alone and without Lightning; those before."""
+    two, four = ((plain_steps(store, initial, share), initial) for share in (2, 4))
+    start = initial.with_name("eagle3.safetensors")
+    own = plain_steps(inner, start, 4, **EAGLE3), start
+    return {"2": two, "4": four, "bf16": four, "from-other": four, "eagle3": own}
 
 
 # --- one truth ---
@@ -151,15 +153,10 @@ def test_processes_have_uneven_slot_counts(store):
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
 
 
-@pytest.mark.parametrize("run", each(*(f"{name}/{batches}" for name in NAMES for batches in (2, 4)), "zero3-offload/4"))
-def test_every_strategy_takes_the_same_steps(trained, reference, initial, run):
-    assert difference(weights(trained / run), reference[int(run[-1])], initial) < NEAR
-
-
-@pytest.mark.parametrize("strategy", each("ddp", "zero1", "zero3"))
-def test_an_own_head_learns_the_same_on_every_strategy(trained, reference, initial, strategy):
-    found = difference(weights(trained / strategy / "eagle3"), reference["eagle3"], of_eagle3(initial))
-    assert found < NEAR
+@pytest.mark.parametrize("run", each(*RUNS))
+def test_every_strategy_takes_the_same_steps(trained, reference, run):
+    """Also if it resumes from the checkpoint of another, or an own head learns without detaching."""
+    assert difference(weights(trained / run), *reference[Path(run).name]) < NEAR
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -174,9 +171,9 @@ def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bfloat16_stays_near(trained, reference, initial, strategy):
+def test_bfloat16_stays_near(trained, reference, strategy):
     """Arithmetic in bfloat16; masters, moments and what a checkpoint holds in float32."""
-    assert difference(weights(trained / strategy / "bf16"), reference[4], initial) < 0.06
+    assert difference(weights(trained / strategy / "bf16"), *reference["bf16"]) < 0.06
     stored = torch.load(trained / strategy / "bf16" / "step=4.ckpt", weights_only=True)
     floats = [value for value in stored["state_dict"].values() if value.is_floating_point()]
     moments = [state[name] for state in stored["optimizer_states"][0]["state"].values() for name in ("exp_avg", "step")]
@@ -191,11 +188,6 @@ def test_bfloat16_stays_near(trained, reference, initial, strategy):
 def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strategy):
     unbroken, again = weights(trained / strategy / "4"), weights(trained / strategy / "again")
     assert all(torch.equal(value, again[name]) for name, value in unbroken.items())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[1:])
-def test_a_strategy_resumes_from_the_checkpoint_of_another(trained, reference, initial, strategy):
-    assert difference(weights(trained / strategy / "from-other"), reference[4], initial) < NEAR
 
 
 @pytest.mark.parametrize("precision", ["4", "bf16"])
@@ -262,14 +254,13 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# --- the YAML files ---
+# --- the command line ---
 
 
-@pytest.mark.nightly
-@needs_deepspeed
-def test_the_yaml_of_zero3_runs_on_two_cpu_ranks(trained, tmp_path):
+@pytest.mark.parametrize("strategy", each("ddp", "zero3"))
+def test_a_command_line_runs_on_two_cpu_ranks(trained, tmp_path, strategy):
     """With validation, replay and checkpoint while everything is divided, and a validation alone (`ranks.main`)."""
-    run = trained / "zero3.yaml"
+    run = trained / f"{strategy}.yaml"
     export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
         assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
