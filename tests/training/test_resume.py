@@ -35,7 +35,6 @@ def kill(store, folder, after: int, **options) -> None:
     ("every", "options"),
     [
         (2, {"accumulate_grad_batches": 2}),
-        pytest.param(1, {}, marks=pytest.mark.nightly),
         pytest.param(3, {"max_epochs": -1, "max_steps": 17}, marks=pytest.mark.nightly),
     ],
     ids=str,
@@ -92,8 +91,8 @@ def test_a_validation_is_repeated_only_if_it_was_killed(store, tmp_path, options
         assert same_weights(whole, again)
 
 
-def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_batch_start", **options):
-    """Train until a signal, sent once or twice in a batch of training or its validation; it leaves no handler."""
+def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_batch_start", **options) -> int:
+    """Train until a signal in a batch of training or its validation, which leaves no handler; return the step saved."""
 
     def send(trainer, *rest):
         if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == batch:
@@ -105,9 +104,6 @@ def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_ba
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert isinstance(ended.value, SIGTERMException) == (number == signal.SIGTERM)
-
-
-def saved_step(folder) -> int:
     return torch.load(folder / LAST, weights_only=True)["global_step"]
 
 
@@ -121,9 +117,9 @@ def test_stopped_by_a_signal_it_resumes_after_that_step(store, tmp_path, number,
     batches = trainer.num_training_batches
     for batch in (1, 2, 3, batches, batches + 1):  # the first, of the first step or not; an epoch's last, and first
         folder = tmp_path / str(batch)
-        stop(store, folder, number, batch, **options)
         epochs, rest = divmod(batch, batches)
-        assert saved_step(folder) == epochs * -(-batches // accumulated) + -(-rest // accumulated)
+        steps = epochs * -(-batches // accumulated) + -(-rest // accumulated)
+        assert stop(store, folder, number, batch, **options) == steps
         again, _, _ = fit(store, folder, resume=LAST, **options)
         assert same_weights(whole, again)
 
@@ -150,8 +146,7 @@ def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumu
 
 def test_a_second_signal_writes_nothing(store, tmp_path):
     """Within a step there is no state to resume from."""
-    stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2)
-    assert saved_step(tmp_path) == 3
+    assert stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2) == 3
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_start"])
@@ -159,8 +154,7 @@ def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, hook):
     """Else the training would resume without it, or from an earlier step."""
     options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
     whole, _, _ = fit(store, tmp_path / "whole", **options)
-    stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, hook=hook, **options)
-    assert saved_step(tmp_path / "stopped") == 4
+    assert stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, hook=hook, **options) == 4
     again, _, _ = fit(store, tmp_path / "stopped", resume=LAST, **options)
     assert same_weights(whole, again)
 
@@ -168,8 +162,7 @@ def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, hook):
 def test_a_signal_in_the_last_step_is_raised_after_it(store, tmp_path):
     """Else the sweep that it is part of would continue."""
     for name, ends in {"steps": {"max_steps": 3}, "epochs": {"max_epochs": 1, "limit_train_batches": 3}}.items():
-        stop(store, tmp_path / name, signal.SIGINT, 3, limit_val_batches=0, **ends)
-        assert saved_step(tmp_path / name) == 3
+        assert stop(store, tmp_path / name, signal.SIGINT, 3, limit_val_batches=0, **ends) == 3
 
 
 def die_on_two(store, folder, afters):
