@@ -105,6 +105,13 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, ca
         assert cell_options == expected
 
 
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
+    given = {"model": {"allocation": [1]}}
+    expected = printed(capsys, "--config", config, "--config", yaml.safe_dump(given, default_flow_style=True))
+    assert compose(config, given) == expected
+
+
 def test_options_that_a_config_may_not_have_are_named(tmp_path, monkeypatch):
     """A nested file takes nothing from the environment either; of a name beside its group one would be left out."""
     monkeypatch.setenv("POSS_SECRET", "secret")
