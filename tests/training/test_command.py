@@ -30,35 +30,35 @@ def small(store) -> tuple[object, ...]:
     return ("--data.store", store, "--data.validation", "0.2", "--model.allocation", "[2]")
 
 
-def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, small, tmp_path):
+@pytest.fixture
+def begin(poss, small):
+    """Train a step in the folder `run`."""
+    return lambda *more: poss("fit", *small, *ONE, *AGAIN, *more)
+
+
+def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, begin, tmp_path):
     with pytest.warns(UserWarning, match="no validation ran, so draft-best was not written"):
-        assert poss("fit", *small, *ONE, *AGAIN).code is None
+        assert begin().code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
-    second = poss("fit", *small, *ONE, *AGAIN)
-    says(second, "fit", f"run holds a training already: resume with --ckpt_path {LAST}, or choose another --name")
-    for command, given, words in [
-        ("fit", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
-        ("validate", "torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
-        ("fit", "gone.ckpt", "gone.ckpt: no such file"),
-        (
-            "fit",
-            "run/draft-last",
-            "run/draft-last is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt",
-        ),
-    ]:
-        says(poss(command, "--config", "run/config.yaml", "--ckpt_path", given), command, words)
+    says(begin(), "fit", f"run holds a training already: resume with --ckpt_path {LAST}, or choose another --name")
+    for given, words in (
+        ("torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
+        ("gone.ckpt", "gone.ckpt: no such file"),
+        ("run/draft-last", "is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt"),
+    ):
+        says(poss("fit", "--config", "run/config.yaml", "--ckpt_path", given), "fit", words)
     (tmp_path / "torn.ckpt").unlink()
     assert contents(tmp_path) == before
     says(poss(*RESUME, "--data.seed", "1"), "fit", "of other data")  # Lightning itself has begun to log
-    drafts = poss(*RESUME, "--model.allocation", "[1, 1]")
-    says(drafts, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
+    other = poss(*RESUME, "--model.allocation", "[1, 1]")
+    says(other, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
     assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
     assert contents(tmp_path)[LAST] == before[LAST]
 
 
-def test_it_resumes_in_its_folder_with_the_given_options(poss, small, tmp_path):
-    assert poss("fit", *small, *ONE, *AGAIN).code is None
+def test_it_resumes_in_its_folder_with_the_given_options(poss, begin, tmp_path):
+    assert begin().code is None
     given = ("--model.learning_rate", "1e-5", "--model.warmup", "0.5", "--trainer.max_steps", "2")
     with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
         assert poss(*RESUME, *given).code is None
@@ -79,29 +79,29 @@ def start_slurm(monkeypatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
-def test_slurm_must_start_all_processes_and_resumes_in_one_folder(poss, small, tmp_path, monkeypatch):
+def test_slurm_must_start_all_processes_and_resumes_in_one_folder(begin, tmp_path, monkeypatch):
     (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"of a different training")
     start_slurm(monkeypatch)
-    two = poss("fit", *small, *ONE, *AGAIN, "--trainer.devices", "2")
+    two = begin("--trainer.devices", "2")
     says(two, "fit", "trainer.devices is 2 and trainer.num_nodes 1, but the processes started are 1: srun --ntasks-per")
-    assert poss("fit", *small, *ONE, *AGAIN).code is None
+    assert begin().code is None
 
 
 @pytest.mark.nightly
-def test_a_requeued_slurm_job_resumes_or_restarts(poss, small, tmp_path, monkeypatch):
-    assert poss("fit", *small, *ONE, *AGAIN).code is None
+def test_a_requeued_slurm_job_resumes_or_restarts(begin, tmp_path, monkeypatch):
+    assert begin().code is None
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    says(poss("fit", *small, *ONE, *AGAIN), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
+    says(begin(), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
     shutil.copy(tmp_path / LAST, tmp_path / "run/hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
     with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 1"):
         start_slurm(job)
-        assert poss("fit", *small, *ONE, *AGAIN).code is None
+        assert begin().code is None
     (tmp_path / "run/hpc_ckpt_1.ckpt").unlink()
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to resume from
-    says(poss("fit", *small, *ONE, *AGAIN), "fit", "run holds a training already: remove it, or choose another --name")
+    says(begin(), "fit", "run holds a training already: remove it, or choose another --name")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may restart
-    assert poss("fit", *small, *ONE, *AGAIN).code is None
+    assert begin().code is None
 
 
 @pytest.mark.nightly
@@ -123,9 +123,9 @@ def test_a_stopped_training_fails_and_says_how_to_resume(small, tmp_path, number
     assert any("interrupted" in line for line in said) == (number == signal.SIGINT)
 
 
-def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(poss, small, tmp_path):
+def test_a_second_training_in_a_folder_is_refused_while_the_first_runs(begin, tmp_path):
     with Work(tmp_path / "run/unfinished").exclusive():
-        says(poss("fit", *small, *ONE, *AGAIN), "fit", "run: another process writes there")
+        says(begin(), "fit", "run: another process writes there")
         assert left(tmp_path / "run") == ["unfinished", "unfinished/work.lock"]
 
 

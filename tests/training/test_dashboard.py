@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
@@ -16,7 +16,6 @@ from tensorboard.plugins.hparams import metadata
 
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
@@ -24,49 +23,26 @@ from poss_lightning.training.callbacks import DraftFolders, ValidateFirst
 from poss_lightning.training.dashboard import KINDS, Dashboard, draw_acceptance
 from poss_lightning.training.module import SpecialistTraining
 
-DEPTH, EVERY = 4, 10**6
+DEPTH = 4
 FORGED = "<img src=x onerror=alert(1)> **bold** [link](x) \x1b[2J"  # a name, or what somebody wrote
 
 
-def fit(store, folder, logger, steps, callbacks=(), **options):
-    lightning.seed_everything(0)
-    training = SpecialistTraining(store, [2, 2], learning_rate=3e-3, **options)
-    data = FeatureData(store, batch_tokens=512, validation=0.2)
-    trainer = lightning.Trainer(
-        max_steps=steps,
-        val_check_interval=steps // 2,
-        check_val_every_n_epoch=None,
-        log_every_n_steps=1,
-        accelerator="cpu",
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Replay(EVERY, nodes=12, tree_width=4), Dashboard(), *callbacks],
-        default_root_dir=folder,
-    )
-    trainer.fit(training, data)
-    return training, trainer, data
+def replayed(*callbacks) -> list[lightning.Callback]:
+    return [Replay(10**6, nodes=12, tree_width=4), Dashboard(), *callbacks]
 
 
 @pytest.fixture(scope="module")
-def run(store, tmp_path_factory):
+def run(learn, store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / FORGED
-    logger = TensorBoardLogger(folder, name="", version="")
-    training, trainer, _ = fit(store, folder, logger, steps=20, callbacks=[ValidateFirst()])
+    learn(store, 20, folder, replayed(ValidateFirst()))
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()
-    return SimpleNamespace(folder=folder, training=training, trainer=trainer, events=events)
-
-
-def written_layout(events):
-    content = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    return layout_pb2.Layout.FromString(content)
+    return SimpleNamespace(folder=folder, events=events)
 
 
 def test_a_chart_shows_one_measurement_and_is_not_empty(run):
     """Colours distinguish runs, not measurements."""
-    tags = run.events.Tags()["scalars"]
-    for category in written_layout(run.events).category:
+    tags, written = run.events.Tags()["scalars"], run.events.Tensors("custom_scalars__config__")[0].tensor_proto
+    for category in layout_pb2.Layout.FromString(written.string_val[0]).category:
         for chart in category.chart:
             (pattern,) = chart.multiline.tag
             shown = [tag for tag in tags if re.match(pattern, tag)]
@@ -119,52 +95,49 @@ def test_a_figure_shows_every_kind_of_pos_acc(run):
     assert not draw_acceptance({}, 3, 7, {}).axes[0].lines
 
 
-def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, store, tmp_path):
+def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, learn, store):
     assert [scalar.step for scalar in run.events.Scalars("val/tau_tree")] == [0, 9, 19]  # batches before it
-    one, other = (
-        fit(store, tmp_path, False, 2, callbacks)[0].draft.state_dict() for callbacks in ([], [ValidateFirst()])
-    )
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    trainers = (learn(store, 2, callbacks=replayed(*more)) for more in ([], [ValidateFirst()]))
+    one, other = (trainer.lightning_module.draft.parameters() for trainer in trainers)
+    assert all(map(torch.equal, one, other))
 
 
 # --- replay while training ---
 
 
-def test_validation_replays_the_held_out_answers(store, tmp_path):
-    training, trainer, data = fit(store, tmp_path, False, steps=6, vocabulary_size=100)
-    held, draft = [data.source[i] for i in data.held_out], training.draft.eval()
+def test_validation_replays_the_held_out_answers(learn, store):
+    trainer = learn(store, 6, callbacks=replayed(), vocabulary_size=100)
+    data, draft, logged = trainer.datamodule, trainer.lightning_module.draft.eval(), trainer.callback_metrics
+    held = [data.source[i] for i in data.held_out]
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
         found = replay_rounds(draft, data.source.embed_head(), held, depth=DEPTH, nodes=nodes, tree_width=tree_width)
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
-        assert float(trainer.callback_metrics[f"val/tau_{kind}"]) == pytest.approx(tau)
+        assert float(logged[f"val/tau_{kind}"]) == pytest.approx(tau)
     assert tau > 1
-    values = [float(trainer.callback_metrics.get(f"val_pos_acc_tree/depth_{k}", 0)) for k in range(1, DEPTH + 1)]
+    values = [float(logged.get(f"val_pos_acc_tree/depth_{k}", 0)) for k in range(1, DEPTH + 1)]
     assert 1 + np.cumprod(values).sum() == pytest.approx(tau, rel=1e-5)
 
 
 def test_answers_of_two_tokens_or_more_are_replayed():
-    for spans in ([(1, 3)], [(2, 9), (9, 12)], [(4, 8), (10, 20)], [(3, 5), (6, 7), (8, 20)], []):
-        long = [span for span in spans if span[1] - span[0] > 1]
-        tokens = torch.arange(20)
+    tokens = torch.arange(20)
+    for spans, long in (([(3, 5), (6, 7), (8, 20)], [(3, 5), (8, 20)]), ([(0, 2), (5, 6)], []), ([], [])):
         batch = collate([[Sample("a", tokens, tokens, spans, torch.zeros(20, 4))]])
         assert [sample.spans for sample in answered_samples(batch)] == ([long] if long else [])
 
 
-def test_answers_too_short_for_a_round_do_not_end_a_training(store, tmp_path, monkeypatch):
+def test_answers_too_short_for_a_round_do_not_end_a_training(store, train, tmp_path, monkeypatch):
     """Then τ is nan, which a checkpoint may monitor; loggers and the best draft leave it out."""
     monkeypatch.setattr("poss_lightning.evaluation.probe.answered_samples", lambda batch: [])
     watch = ModelCheckpoint(tmp_path, monitor="val/tau_tree", mode="max")
-    trainer = lightning.Trainer(
-        max_steps=2,
-        val_check_interval=1,
-        accelerator="cpu",
-        logger=CSVLogger(tmp_path, name="", version=""),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[Replay(), DraftFolders(), watch],
-    )
     with pytest.warns(UserWarning, match="there is no val/tau_tree, as no answer is long enough"):
-        trainer.fit(SpecialistTraining(store, [1]), FeatureData(store, batch_tokens=512, validation=0.2))
+        trainer = train(
+            SpecialistTraining(store, [1]),
+            max_steps=2,
+            val_check_interval=1,
+            enable_checkpointing=True,
+            logger=CSVLogger(tmp_path, name="", version=""),
+            callbacks=[Replay(), DraftFolders(), watch],
+        )
     assert trainer.global_step == 2 and not (tmp_path / "draft-best").exists() and (tmp_path / "draft-last").exists()
     assert "val/tau_tree" not in (tmp_path / "metrics.csv").read_text()

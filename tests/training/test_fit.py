@@ -1,20 +1,17 @@
 """A training and its validation as functions: their folders, messages, and what they refuse."""
 
 import csv
-import os
 import shutil
 import sys
 import warnings
 from types import SimpleNamespace
 
-import lightning
 import pytest
 import torch
 import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.fit import fit, fit_once, validate
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.optimizers import check_precision
@@ -22,6 +19,7 @@ from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
 CPU = "trainer/cpu.yaml"
+OTHER = "cell was trained with other settings, or with configs that have changed"
 
 
 def cut(store, **trainer):
@@ -46,12 +44,11 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatc
             validate(CPU, options, logs, last, {"data": data})
         return [words for each in heard if "trained on" in (words := str(each.message))]
 
-    assert not warned() and not warned(seed=1, batch_tokens=512) and not warned(store=os.path.relpath(store))
+    shutil.copytree(store, tmp_path / "other")  # the same texts, in another place
+    assert not warned() and not warned(store="other", seed=1, batch_tokens=512)
     assert "val/loss" in capsys.readouterr().out
     (said,) = warned(validation=0.5, split_seed=3)
     assert "was trained on" in said and " of these 20 conversations" in said
-    shutil.copytree(store, tmp_path / "other")
-    assert not warned(store="other")  # the same texts, in another place
 
 
 def test_csv_logger_gets_the_scalars(store, tmp_path):
@@ -68,7 +65,7 @@ def test_csv_logger_gets_the_scalars(store, tmp_path):
     assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
 
 
-@pytest.mark.parametrize("name", ["TensorBoardLogger", "CSVLogger", None])
+@pytest.mark.parametrize("name", ["CSVLogger", None])
 def test_a_tilde_is_the_home_folder_for_all_that_a_training_writes(store, tmp_path, monkeypatch, name):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -84,56 +81,48 @@ def test_a_tilde_is_the_home_folder_for_all_that_a_training_writes(store, tmp_pa
 
 
 @pytest.mark.parametrize("epochs", [1, -1])
-def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, monkeypatch, epochs):
+def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, monkeypatch, recwarn, epochs):
     monkeypatch.chdir(tmp_path)
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        trainer = {"limit_train_batches": 3, "max_steps": 5, "max_epochs": epochs, "logger": False}
-        fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 256}})
-    said = [words for each in heard if (words := str(each.message)).startswith("trainer.max_steps")]
+    trainer = {"limit_train_batches": 3, "max_steps": 5, "max_epochs": epochs, "logger": False}
+    fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 256}})
+    said = [words for each in recwarn if (words := str(each.message)).startswith("trainer.max_steps")]
     reached = torch.load("checkpoints/last.ckpt", weights_only=True)["global_step"]
     ends = "trainer.max_steps is 5, but trainer.max_epochs is 1, which ends this training at step 3: give trainer."
     assert (said, reached) == (([f"{ends}max_epochs -1 for all steps"], 3) if epochs == 1 else ([], 5))
 
 
 def test_a_trainer_that_cannot_train_a_draft_is_refused(store):
-    module = SpecialistTraining(store, [1])
-    module._trainer = SimpleNamespace(strategy=FSDPStrategy(), callbacks=[])
-    with pytest.raises(ValueError, match=r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"):
-        module.on_fit_start()
-    module._trainer = SimpleNamespace(strategy=DDPStrategy(), callbacks=[EMAWeightAveraging()])
-    with pytest.raises(ValueError, match=r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"):
-        module.on_fit_start()
+    for options, words in (
+        ({"strategy": FSDPStrategy()}, r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"),
+        ({"callbacks": [EMAWeightAveraging()]}, r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"),
+    ):
+        module = SpecialistTraining(store, [1])
+        module._trainer = SimpleNamespace(**{"strategy": DDPStrategy(), "callbacks": []} | options)
+        with pytest.raises(ValueError, match=words):
+            module.on_fit_start()
 
 
-def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store):
-    """Also for a validation; 16-mixed, and with ZeRO: on a CPU Lightning takes bfloat16 instead."""
-    trainer = lightning.Trainer(accelerator="cpu", precision="16-true", logger=False, enable_checkpointing=False)
-    for command in (trainer.fit, trainer.validate):
-        with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
-            command(SpecialistTraining(store, [1]), FeatureData(store, validation=0.2))
+def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store, train):
+    """16-mixed, and with ZeRO, too: on a CPU Lightning takes bfloat16 instead."""
+    with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
+        train(SpecialistTraining(store, [1]), precision="16-true")
     with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, in which the first steps overflow"):
         check_precision("16-mixed")
 
 
-def test_a_log_file_gets_a_line_every_so_many_steps(store, caplog, monkeypatch, tmp_path):
-    caplog.set_level("INFO")
-    monkeypatch.chdir(tmp_path)  # where config.yaml goes
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
-    quiet = {"logger": False, "enable_checkpointing": False, "callbacks": None, "log_every_n_steps": 2, "max_steps": 4}
-    fit(CPU, cut(store, **quiet), {"data": {"batch_tokens": 64}})
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("step ")]
-    assert [line.split(":")[0] for line in lines] == ["step 0 of 4", "step 2 of 4", "step 4 of 4"]
-    assert all("loss " in line and "steps/s" in line for line in lines[1:])
-
-
-def test_log_every_0_steps_logs_nothing(store, caplog, monkeypatch, tmp_path):
+@pytest.mark.parametrize("every", [2, 0])
+def test_a_log_file_gets_a_line_every_so_many_steps_and_of_0_none(store, caplog, monkeypatch, tmp_path, every):
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
-    fit(CPU, cut(store, max_steps=2, log_every_n_steps=0, logger=logger))
-    assert not [*tmp_path.rglob("metrics.csv")]
-    assert [words for words in caplog.messages if words.startswith("step ")] == ["step 0 of 2: training begins"]
+    trainer = {"logger": logger, "callbacks": None, "log_every_n_steps": every, "max_steps": 4}
+    fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 64}})
+    first, *lines = [words for words in caplog.messages if words.startswith("step ")]
+    assert first == "step 0 of 4: training begins"
+    assert [line.split(":")[0] for line in lines] == (["step 2 of 4", "step 4 of 4"] if every else [])
+    assert all("loss " in line and "steps/s" in line for line in lines)
+    assert bool([*tmp_path.rglob("metrics.csv")]) == bool(every)
 
 
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
@@ -150,10 +139,10 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     (folder / "checkpoints/epoch=0-step=1.ckpt").touch()
     assert fit_once(folder, *layers) == draft and (draft / "model.safetensors").stat().st_mtime_ns > written
     assert not (folder / "events.out.tfevents.1700000000.host.1.0").exists() and not (folder / "checkpoints").exists()
-    with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
+    with pytest.raises(ValueError, match=OTHER):
         fit_once(folder, *layers, {"model": {"learning_rate": 0.5}})
     config.write_text("model: {learning_rate: 5.0}")
-    with pytest.raises(ValueError, match="cell was trained with other settings, or with configs that have changed"):
+    with pytest.raises(ValueError, match=OTHER):
         fit_once(folder, *layers)
     (folder / "fit.yaml").unlink()
     with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that `poss fit` started"):

@@ -1,12 +1,13 @@
 """A gradient that is not finite stops the training and is located; checkpoints are from before it."""
 
 import re
+import signal
 from importlib.util import find_spec
 
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
@@ -16,41 +17,31 @@ from tests.support.processes import forked, printed
 from tests.support.ranks import QUIET
 
 
-class NanFeature(FeatureData):
-    """One conversation has a feature that is not a number."""
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        batch = super().on_after_batch_transfer(batch, dataloader_idx)
-        inputs = batch.draft_input.clone()
-        for (row, here), name in zip(batch.parts(), batch.ids, strict=True):
-            if name == "7" and self.trainer.training:
-                inputs[row, here.stop - 1 - 5] = torch.nan  # read by pass 1, five slots before the end
-        return batch._replace(draft_input=inputs)
+def spoil(trainer, module, batch, batch_idx) -> None:
+    """A feature of a conversation, and of those beside it, is not a number."""
+    if "7" in batch.ids:
+        batch.draft_input[:, 0] = torch.nan
 
 
-def fit(data, module, tmp_path, **options):
-    trainer = lightning.Trainer(
-        **QUIET,
-        accelerator="cpu",
-        max_epochs=1,
-        limit_val_batches=0,
-        default_root_dir=tmp_path,
-        gradient_clip_val=0.5,
-        **{"enable_checkpointing": False} | options,
-    )
-    try:
-        trainer.fit(module, data)
-    finally:
-        trainer._signal_connector.teardown()  # Lightning leaves its handlers where saving on an exception raises, too
+@pytest.fixture
+def fit(train, store, tmp_path):
+    def run(callbacks=(), **options) -> None:
+        options["callbacks"] = [LambdaCallback(on_train_batch_start=spoil), *callbacks]
+        common = {"max_epochs": 1, "limit_val_batches": 0, "default_root_dir": tmp_path, "gradient_clip_val": 0.5}
+        try:
+            train(SpecialistTraining(store, [1, 2], learning_rate=1e-3), **common | options)
+        finally:  # Lightning leaves its handlers where saving on an exception raises, too
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    return run
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_step_and_conversations_are_named_and_checkpoints_are_from_before(store, tmp_path, accumulate):
-    module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
+def test_step_and_conversations_are_named_and_checkpoints_are_from_before(fit, tmp_path, accumulate):
     kept = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, save_on_exception=True)
-    options = {"accumulate_grad_batches": accumulate, "enable_checkpointing": True, "callbacks": [kept]}
+    options = {"accumulate_grad_batches": accumulate}
     with pytest.raises(ValueError, match=r"step (\d+): the norm of the gradient is nan, in ") as error:
-        fit(NanFeature(store, batch_tokens=256, validation=0.2), module, tmp_path, **options)
+        fit([kept], enable_checkpointing=True, **options)
     step, ids = re.match(r"step (\d+): .* in ([\d, ]+)", str(error.value)).groups()
     assert "7" in ids.split(", ")
     if int(step):
@@ -58,38 +49,30 @@ def test_step_and_conversations_are_named_and_checkpoints_are_from_before(store,
         assert stored["global_step"] == int(step)
         assert all(value.isfinite().all() for value in stored["state_dict"].values())
     assert not list(tmp_path.glob("*exception*"))
-    options |= {"max_steps": int(step) + 1, "callbacks": [DraftFolders()], "enable_checkpointing": False}
-    with pytest.raises(ValueError, match=f"step {step}: the norm of the gradient is nan"):
-        fit(NanFeature(store, batch_tokens=256, validation=0.2), SpecialistTraining(store, [1, 2]), tmp_path, **options)
+    for ends in ({"max_steps": int(step) + 1}, {}):  # later steps are bad, too, as the weights are lost by then
+        with pytest.raises(ValueError, match=f"step {step}: the norm of the gradient is nan"):
+            fit([DraftFolders()], **options, **ends)
     assert not (tmp_path / "draft-last").exists()
 
 
-def test_the_first_bad_step_is_named_without_checkpoints_too(store, tmp_path):
-    """The weights are lost by then, so each later step is bad, too."""
-    module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
-    with pytest.raises(ValueError, match=r"the norm of the gradient is nan, in .*\b7\b"):
-        fit(NanFeature(store, batch_tokens=256, validation=0.2), module, tmp_path)
+def test_a_limit_that_cuts_a_step_is_refused(fit):
+    words = "limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
+    with pytest.raises(ValueError, match=words):
+        fit(accumulate_grad_batches=2, limit_train_batches=3)
 
 
-def test_a_limit_that_cuts_a_step_is_refused(store, tmp_path):
-    with pytest.raises(
-        ValueError, match="limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
-    ):
-        module = SpecialistTraining(store, [1])
-        fit(FeatureData(store, validation=0.2), module, tmp_path, accumulate_grad_batches=2, limit_train_batches=3)
-
-
-def overflow(store, folder, stages):
-    for stage in stages:
+def overflow(store):
+    for stage in (2, 3):
         module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
         module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
         data = FeatureData(store, batch_tokens=256, validation=0.2)
         with pytest.raises(ValueError, match="step 0: the norm of the gradient is inf"):
-            fit(data, module, folder / str(stage), strategy=DeepSpeed(stage))
+            options = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **QUIET}
+            lightning.Trainer(strategy=DeepSpeed(stage), **options).fit(module, data)
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
 def test_a_step_that_deepspeed_skips_is_reported(store, tmp_path):
     log = tmp_path / "log"
-    assert forked(log, 1, overflow, store, tmp_path, (2, 3)) == [0], printed(log)
+    assert forked(log, 1, overflow, store) == [0], printed(log)

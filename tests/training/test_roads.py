@@ -1,15 +1,15 @@
-"""The terminal, a sweep's cell, the demo and Python train with the same options."""
+"""The terminal, a sweep's cell and Python train with the same options."""
 
 import random
 from argparse import ArgumentError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from poss_lightning import demo
 from poss_lightning.configs import locate_configs
-from poss_lightning.files import conf_names, find_config
+from poss_lightning.files import conf_names
 from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
 from poss_lightning.training.command import Training
@@ -22,16 +22,11 @@ OTHER = {"class_path": "TensorBoardLogger", "init_args": {"save_dir": "other", "
 CSV = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "x"}}
 VALUES = {
     "model.allocation": [[2], [1, 1], [3, 3]],
-    "model.depth": [None, 6],
     "model.loss": [None, {"feature": 1, "acceptance": 1}, {"token": 0.1}, {"token": 1.0e-7, "topk": 2}],
     "model.betas": [[0.9, 0.999], [0.5, 0.5]],
-    "model.kind": ["eagle3"],
     "model.learning_rate": [1.0e-5, 1, 3.0e-4],
     "model.start_from": [None, "embedded-hass", "7"],
-    "model.gamma": [0.5],
     "data.store": ["runs/features", "s3://a/b", "on"],
-    "data.noise": [0, 0.1],
-    "data.seed": [3],
     "data.limit": [None, 9],
     "seed_everything": [5, True],
     "trainer.max_steps": [7, 20],
@@ -66,24 +61,18 @@ def printed(capsys, *arguments: str) -> dict:
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def trained(monkeypatch) -> list[dict]:
     """The options of what trains, where nothing does: here, and in processes of their own."""
     seen: list[dict] = []
 
-    class Ends:
-        def __init__(self, command, *, env, **options):
-            assert "SLURM_NTASKS" not in env  # Lightning would take them for the processes of this training
-            seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
-
-        def wait(self) -> int:
-            return 0
-
-    def train(*layers) -> None:
-        seen.append(compose(*layers))
+    def start(command, *, env, **options) -> SimpleNamespace:
+        assert "SLURM_NTASKS" not in env  # Lightning would take them for the processes of this training
+        seen.append(Training("fit", command[command.index("fit") + 1 :], until="parsed").printed())
+        return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setattr(roads, "fit", train)
-    monkeypatch.setattr(roads, "Popen", Ends)
+    monkeypatch.setattr(roads, "fit", lambda *layers: seen.append(compose(*layers)))
+    monkeypatch.setattr(roads, "Popen", start)
     return seen
 
 
@@ -107,20 +96,13 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, ca
         own = Sweep({"a": special | {"config": configs}}, [11], fit=common, replay={"store": "x"})
         (cell,) = own.cells(place / "experiment")
         assert cell.training == expected
-        cell_options = trained_once(cell.folder, cell.layers, trained)
+        with pytest.raises(ValueError, match="has no draft-last"):
+            fit_once(cell.folder, *cell.layers)
+        cell_options = trained.pop()
         logger = cell_options["trainer"].pop("logger")
         assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed-11"
         del expected["trainer"]["logger"]
         assert cell_options == expected
-
-
-def trained_once(folder: Path, layers: list, trained: list[dict]) -> dict:
-    """What `fit_once` trains; it fails after that, for lack of a draft."""
-    trained.clear()
-    with pytest.raises(ValueError, match="has no draft-last"):
-        fit_once(folder, *layers)
-    (options,) = trained
-    return options
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -128,53 +110,27 @@ def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
     given = {"model": {"allocation": [1]}}
     expected = printed(capsys, "--config", config, "--config", yaml.safe_dump(given, default_flow_style=True))
     assert compose(config, given) == expected
-    (only,) = yaml.safe_load_all(Path(find_config(config)).read_text())
-    assert expected["model"]["loss"] == only.get("model", {}).get("loss")
 
 
-def test_the_demo_trains_with_the_options_of_print_config(tmp_path, capsys, trained):
-    with pytest.raises(ValueError, match="has no draft-last"):
-        demo._fit(tmp_path, "poss2", store="s", steps=4, start="embedded-hass", dtype="float32", device="cpu")
-    (options,) = trained
-    given = {"data": {"store": "s"}, "model": {"vocabulary_size": demo.VOCABULARY, "start_from": "embedded-hass"}}
-    steps = {"max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
-    given |= {"trainer": {"accelerator": "cpu", "precision": "32-true", **steps}}
-    files = ("--config", "demo.yaml", "--config", "draft/poss2.yaml")
-    expected = printed(capsys, *files, "--config", yaml.safe_dump(given, default_flow_style=True))
-    del options["trainer"]["logger"], expected["trainer"]["logger"]
-    assert options == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_options_that_a_config_may_not_have_are_named(tmp_path, monkeypatch):
+    """A nested file takes nothing from the environment either; of a name beside its group one would be left out."""
+    monkeypatch.setenv("POSS_SECRET", "secret")
+    outer, dots = tmp_path / "outer.yaml", tmp_path / "dots.yaml"
+    outer.write_text(f"data: {tmp_path}/inner.yaml")
+    (tmp_path / "inner.yaml").write_text("store: s3://host/${oc.env:POSS_SECRET}")
+    dots.write_text("trainer.max_steps: 3\ntrainer: {max_epochs: 2}")
+    for options, words in (
         ({"trainer": {"max_step": 7}}, "did you mean trainer.max_steps"),
         ({"weights_only": False}, "'weights_only'"),
         ({"data": {"store": "s3://host/${oc.env:POSS_SECRET}"}}, '"data.store": a config takes nothing from the env'),
+        (str(outer), "a config takes nothing from the environment"),
         ({"trainer": {"default_root_dir": "$POSS_SECRET/runs"}}, "default_root_dir is '.*: a config takes nothing"),
         ({"trainer": {"val_check_interval": "${trainer.max_stepss}"}}, "max_stepss"),
-    ],
-)
-def test_options_that_a_config_may_not_have_are_named(options, words, monkeypatch):
-    monkeypatch.setenv("POSS_SECRET", "secret")
-    with pytest.raises((ArgumentError, ValueError), match=words) as error:
-        compose({"model": {"allocation": [1]}}, options)
-    assert "secret" not in str(error.value)
-
-
-def test_a_nested_file_takes_nothing_from_the_environment_either(tmp_path, monkeypatch):
-    monkeypatch.setenv("POSS_SECRET", "secret")
-    (tmp_path / "inner.yaml").write_text("store: s3://host/${oc.env:POSS_SECRET}")
-    (tmp_path / "outer.yaml").write_text(f"data: {tmp_path}/inner.yaml")
-    with pytest.raises(ArgumentError, match="a config takes nothing from the environment"):
-        compose("draft/poss2.yaml", str(tmp_path / "outer.yaml"))
-
-
-def test_a_name_with_dots_beside_its_group_is_refused(tmp_path):
-    """The parser would leave one of the two out, without a word."""
-    (tmp_path / "a.yaml").write_text("trainer.max_steps: 3\ntrainer: {max_epochs: 2}")
-    with pytest.raises(ValueError, match=r"a.yaml has 'trainer.max_steps' beside 'trainer': write it below trainer"):
-        compose("draft/poss2.yaml", str(tmp_path / "a.yaml"))
+        (str(dots), "dots.yaml has 'trainer.max_steps' beside 'trainer': write it below trainer"),
+    ):
+        with pytest.raises((ArgumentError, ValueError), match=words) as error:
+            compose({"model": {"allocation": [1]}}, options)
+        assert "secret" not in str(error.value)
 
 
 def test_a_name_is_given_to_every_logger():
