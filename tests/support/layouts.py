@@ -9,7 +9,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
+from tests.support.tiny import SIZE
+
+D, INNER = SIZE["hidden_size"], SIZE["intermediate_size"]
 SHAPES = {  # of a published layer
     "self_attn.q_proj.weight": (32, D),
     "self_attn.k_proj.weight": (16, D),
@@ -20,27 +22,18 @@ SHAPES = {  # of a published layer
     "mlp.down_proj.weight": (D, INNER),
     "post_attention_layernorm.weight": (D,),
 }
-CONFIG = {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
+CONFIG = SIZE | {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
     "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "hidden_act": "silu",
-    "hidden_size": D,
-    "initializer_range": 0.02,
-    "intermediate_size": INNER,
     "max_position_embeddings": 2048,
     "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_hidden_layers": 1,
-    "pad_token_id": 0,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
     "transformers_version": "4.28.1",
     "use_cache": True,
-    "vocab_size": VOCABULARY,
 }
 
 
