@@ -42,7 +42,6 @@ FLOAT += ("rms_norm", "rsqrt", "softmax.int", "smooth_l1_loss", "sum", "sum.dim_
 MODULE = SimpleNamespace(  # what torch asks of `torch.pretend`
     is_available=lambda: True,
     device_count=lambda: 1,
-    current_device=lambda: 0,
     manual_seed_all=lambda seed: None,  # random numbers are the CPU's
     get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
     _is_in_bad_fork=lambda: False,
@@ -66,10 +65,6 @@ class PretendedDevice(TorchDispatchMode):
         self.captures = 0
         self.graph: Graph | None = None
         self.pinned: dict[int, Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to skip it would cost time at every operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         call = Call(func, args, kwargs or {})

@@ -63,21 +63,11 @@ class Pretended(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise DeviceError(f"{func} is called where no `PretendedDevice` is entered")
 
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        copy = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, self.requires_grad)
-        return memo.setdefault(id(self), copy)
 
     def __repr__(self, **kwargs: Any) -> str:
         return f"Pretended({self.host})"
