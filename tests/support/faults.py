@@ -57,6 +57,9 @@ class Ended(NamedTuple):
     operations: tuple[Operation, ...] = ()  # of a command without a fault
     modules: tuple[str, ...] = ()  # that it had imported
 
+    def __str__(self) -> str:
+        return f"{self.code}\n{self.text[-3000:]}"
+
     def is_refusal(self, command: str) -> bool:
         """Whether the command ended with one clear line."""
         return isinstance(self.code, str) and self.code.startswith(f"poss {command}: ") and "Traceback" not in self.text

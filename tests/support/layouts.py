@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.tiny import SIZE
 
-D, INNER = SIZE["hidden_size"], SIZE["intermediate_size"]
+D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
 SHAPES = {  # of a published layer
     "self_attn.q_proj.weight": (32, D),
     "self_attn.k_proj.weight": (16, D),

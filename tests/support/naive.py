@@ -9,12 +9,11 @@ from torch import Tensor
 
 def attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """One query (H, d) over a list of keys and values (kv heads, d): (H, d)."""
-    groups = query.shape[0] // keys[0].shape[0]
     rows = []
-    for head in range(query.shape[0]):
-        k = torch.stack([key[head // groups] for key in keys])
-        v = torch.stack([value[head // groups] for value in values])
-        rows.append((k @ query[head] * query.shape[-1] ** -0.5).softmax(0) @ v)
+    for head, q in enumerate(query):
+        shared = head * len(keys[0]) // len(query)
+        k, v = (torch.stack([each[shared] for each in given]) for given in (keys, values))
+        rows.append((k @ q * len(q) ** -0.5).softmax(0) @ v)
     return torch.stack(rows)
 
 
@@ -23,22 +22,25 @@ class SlotBySlot:
 
     def __init__(self, draft):
         self.draft = draft
-        self.slots: list[tuple[Tensor, int, int]] = []  # z (Z,), position and first reader of every slot it may see
+        self.slots: list[tuple[Tensor, int, int]] = []  # z (1, 1, Z), position and first reader of those it may see
+
+    def append(self, embedded: Tensor, left: Tensor, first: int) -> None:
+        z = self.draft.join(embedded[None, None], left[None, None])
+        self.slots.append((z, len(self.slots), first))
 
     def output(self, k: int) -> Tensor:
         """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
-        layer = self.layer(k)
-        pairs = [self.keys_values(*slot, k) for slot in self.slots][-(self.draft.config.window or 0) :]
+        layer, shared = self.layer(k), self.draft.config.kv == "shared"
+        pairs = []  # keys and values that k reads: (1, kv heads, 1, d) each
+        for z, position, first in self.slots[-(self.draft.config.window or 0) :]:
+            pairs.append(self.layer(first if shared else k).keys_values(z, self.angles(position)))
         z, position, _ = self.slots[-1]
-        query = layer.queries(z[None, None], self.draft.rope_at(torch.tensor([[position]])))[0, :, 0]
-        attended = attention(query, [key for key, _ in pairs], [value for _, value in pairs])
-        return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]
+        query = layer.queries(z, self.angles(position))[0, :, 0]
+        keys, values = ([each[0, :, 0] for each in given] for given in zip(*pairs, strict=True))
+        return layer.after_attention(z, attention(query, keys, values)[None, :, None])[0, 0]
 
-    def keys_values(self, z: Tensor, position: int, first: int, k: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot that k reads: (kv heads, d) twice."""
-        maker = self.layer(first if self.draft.config.kv == "shared" else k)
-        key, value = maker.keys_values(z[None, None], self.draft.rope_at(torch.tensor([[position]])))
-        return key[0, :, 0], value[0, :, 0]
+    def angles(self, position: int):
+        return self.draft.rope_at(torch.tensor([[position]]))
 
     def layer(self, k: int):
         return self.draft.layers[self.draft.config.specialist_at(k)]
@@ -58,18 +60,15 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     Returns:
         K outputs (D,): pass k stands at slot start + k - 1.
     """
-    drafter = SlotBySlot(draft)
+    drafter, outputs = SlotBySlot(draft), []
     for slot in range(start + 1):
-        left = fuse(draft, features[slot])[None, None]
-        drafter.slots.append((draft.join(embedded[slot][None, None], left)[0, 0], slot, 1))
-    outputs = []
+        drafter.append(embedded[slot], fuse(draft, features[slot]), 1)
     for k in range(1, depth + 1):
         outputs.append(drafter.output(k))
-        slot = start + k
-        if slot == len(embedded):
+        if start + k == len(embedded):
             break
         left = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
-        drafter.slots.append((draft.join(embedded[slot][None, None], left[None, None])[0, 0], slot, k + 1))
+        drafter.append(embedded[start + k], left, k + 1)
     return outputs
 
 
@@ -88,12 +87,13 @@ def fuse(draft, read: Tensor) -> Tensor:
 def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
     """p and q after one slot: (V,) each."""
 
-    def logits(x):
+    def softmax(x):
         plain = head.double() @ x * scale
-        return plain if cap is None else cap * torch.tanh(plain / cap)
+        return (plain if cap is None else cap * torch.tanh(plain / cap)).softmax(-1)
 
-    drafted = logits(prediction) if draft_head is None else draft_head.double() @ prediction
-    return logits(feature).softmax(-1), drafted.softmax(-1)
+    return softmax(feature), softmax(prediction) if draft_head is None else (draft_head.double() @ prediction).softmax(
+        -1
+    )
 
 
 def pass_losses(weights, predictions, features, counts, head, slot_weights=None, **between):
@@ -110,14 +110,12 @@ def pass_losses(weights, predictions, features, counts, head, slot_weights=None,
         }
         return sum(weight * terms[name] for name, weight in weights.items())
 
-    sums = []
-    for k, prediction in enumerate(predictions, 1):
-        total = torch.zeros((), dtype=torch.float64)
-        for row, column in (counts >= k).nonzero().tolist():
+    sums = torch.zeros(len(predictions), dtype=torch.float64)
+    for k, prediction in enumerate(predictions):
+        for row, column in (counts > k).nonzero().tolist():
             found = value(prediction[row, column].double(), features[row, column].double())
-            total = total + found * (1 if slot_weights is None else slot_weights[k - 1][row][column])
-        sums.append(total)
-    return torch.stack(sums)
+            sums[k] += found * (1 if slot_weights is None else slot_weights[k][row][column])
+    return sums
 
 
 def dpace(predictions, features, counts, head, **between):
@@ -126,9 +124,9 @@ def dpace(predictions, features, counts, head, **between):
     weights = [[[0.0] * count for _ in range(batch)] for _ in predictions]
     for row, start in product(range(batch), range(count)):
         reached = [1.0]
-        for k, prediction in enumerate(predictions):
+        for k, prediction in enumerate(predictions[: count - start]):
             slot = start + k
-            if slot >= count or counts[row, slot] < k + 1:
+            if counts[row, slot] < k + 1:
                 break
             p, q = _distributions(prediction[row, slot], features[row, slot], head, **between)
             reached.append(reached[-1] * float(0.5 * q[p.argmax()].detach() + 0.5))
@@ -154,25 +152,21 @@ def noise(seed: int, place: int, token: int) -> float:
 
 def ancestor_mask(parents: list[int]) -> list[list[bool]]:
     table = [[False] * len(parents) for _ in parents]
-    for node in range(len(parents)):
-        here = node
-        table[node][here] = True
-        while here != 0:
-            here = parents[here]
-            table[node][here] = True
+    for node, row in enumerate(table):
+        row[0] = True
+        while node:
+            row[node], node = True, parents[node]
     return table
 
 
 def judge(tokens: list[int], parents: list[int], choice: list[int]) -> tuple[list[int], list[int]]:
     """Walk from the root to the child that is the target's choice: nodes of the path, and the tokens emitted."""
-    path, emitted = [0], []
-    while True:
-        wanted = choice[path[-1]]
-        emitted.append(wanted)
-        children = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == wanted]
-        if not children:
-            return path, emitted
+    path, emitted, children = [], [], [0]
+    while children:
         path.append(children[0])
+        emitted.append(choice[path[-1]])
+        children = [n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (path[-1], emitted[-1])]
+    return path, emitted
 
 
 class PublishedDraft:
@@ -190,10 +184,6 @@ class PublishedDraft:
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
-
-    def heads(self, name: str, x: Tensor, count: int) -> list[Tensor]:
-        """Queries, keys or values of slots (T, D), head by head: (T, d) each."""
-        return list(self.linear(name, x).chunk(count, dim=-1))
 
     def frequency(self, i: int, half: int) -> float:
         """Of pair i: theta^(-2i/d), and with rope_scaling as Llama 3.1's reference code (`apply_scaling`) has it."""
@@ -232,9 +222,10 @@ class PublishedDraft:
             cache: keys and values of the first slots, whoever made them; those of the others join it.
         """
         count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        queries = [self.rope(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
-        keys = [self.rope(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
-        values = self.heads(f"{of}.self_attn.v_proj", x, shared)
+        sizes = {"q": count, "k": shared, "v": shared}
+        made = {name: self.linear(f"{of}.self_attn.{name}_proj", x).chunk(size, -1) for name, size in sizes.items()}
+        queries, keys = ([self.rope(head) for head in made[name]] for name in "qk")
+        values = made["v"]
         if cache is not None:
             made = [*keys, *values]
             old = cache or [each[:0] for each in made]

@@ -63,8 +63,7 @@ class Reductions(lightning.Callback):
     def counted(self, function, place: int):
         def reduce(*args, **kwargs):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
-            count = sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
-            self.now += count
+            self.now += sum(t.numel() for t in (tensors if isinstance(tensors, list) else [tensors]))
             return function(*args, **kwargs)
 
         return reduce

@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.export import load_checkpoint
-from tests.support.faults import KILLED, Child, Ended, Fault, Operation, fork
+from tests.support.faults import KILLED, Child, Fault, Operation, fork
 from tests.support.inputs import write_inputs, write_suite
 from tests.support.stores import ROLES
 
@@ -63,27 +62,17 @@ class Writer(NamedTuple):
     """A command line, run in a folder of its own, which must hold the same in the end, whatever happens."""
 
     arguments: tuple[str, ...]
-    copies: tuple[str, ...] = ()  # inputs to copy into that folder
-    again: Callable[[Path], list[str]] = lambda folder: []  # further arguments to resume with
+    copies: tuple[str, ...]  # inputs to copy into that folder
 
     @property
     def command(self) -> str:
         return self.arguments[0]
 
 
-def resume_fit(folder: Path) -> list[str]:
-    """As the messages of `poss fit` say: resume from the checkpoint, or start again if a kill left none."""
-    if (folder / LAST).exists():
-        return [f"--ckpt_path={LAST}"]
-    if not any(folder.rglob("thesis.*")):
-        shutil.rmtree(folder / "run", ignore_errors=True)
-    return []
-
-
-def line(text: str, *copies: str, **options: Any) -> Writer:
+def line(text: str, *copies: str) -> Writer:
     """A command line as one would write it; TARGET and ON stand for options."""
     words = text.replace("TARGET", "--target={inputs}/target ON").replace("ON", "--dtype=float32 --device=cpu").split()
-    return Writer(tuple(words), copies, **options)
+    return Writer(tuple(words), copies)
 
 
 WRITERS = {
@@ -99,7 +88,7 @@ WRITERS = {
     "benchmark": line(f"benchmark out --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "replay": line("replay store out --drafts.d={inputs}/draft ON", STORE),
     "compare": line("compare {inputs}/records --html=out.html"),
-    "fit": line("fit --config={inputs}/fit.yaml", STORE, again=resume_fit),
+    "fit": line("fit --config={inputs}/fit.yaml", STORE),
     "sweep": line("sweep .", STORE, "sweep.yaml"),
 }
 
@@ -142,9 +131,9 @@ class Place:
         writing.start()
         writing.join()
 
-    def start(self, writer: Writer, fault: Fault | None = None, again: bool = False) -> Child:
-        arguments = [*writer.arguments, *(writer.again(self.work) if again else [])]
-        return Child(self.work, [each.replace("{inputs}", str(self.inputs)) for each in arguments], fault)
+    def start(self, writer: Writer, fault: Fault | None = None, more: tuple[str, ...] = ()) -> Child:
+        words = [word.replace("{inputs}", str(self.inputs)) for word in (*writer.arguments, *more)]
+        return Child(self.work, words, fault)
 
     def fresh(self, writer: Writer) -> None:
         """Empty the folder, but for the copies that the command needs."""
@@ -172,57 +161,63 @@ class Place:
             whole: what the command leaves without a fault, from `observe`.
         """
         self.fresh(writer)
-        problem = self._run_two(writer, fault) if fault.kind == "beside" else self._meet(writer, fault)
-        planted = plant(self.work, writer) if fault.kind == "foreign" else {}
-        return problem or self._resume(writer, whole, planted)
+        try:
+            self._run_two(writer, fault) if fault.kind == "beside" else self._meet(writer, fault)
+            self._resume(writer, whole, plant(self.work, writer) if fault.kind == "foreign" else {})
+        except AssertionError as problem:
+            return str(problem)
+        return None
 
-    def _meet(self, writer: Writer, fault: Fault) -> str | None:
-        """Problems of the run that meets the fault."""
+    def _meet(self, writer: Writer, fault: Fault) -> None:
         ended = self.start(writer, fault).end()
         if fault.kind in ("kill", "torn", "foreign"):
-            return None if ended.code == KILLED else f"ended with {_shown(ended)}"
-        if ended.code and not ended.is_refusal(writer.command):
-            return f"ended without a clear line: {_shown(ended)}"
+            assert ended.code == KILLED, f"was not killed, but {ended}"
+            return
+        assert not ended.code or ended.is_refusal(writer.command), f"ended without a clear line: {ended}"
         torn = [str(path) for path in self.work.rglob("*.tmp")]
-        return f"left {torn}" if torn else None
+        assert not torn, f"left {torn}"
 
-    def _run_two(self, writer: Writer, fault: Fault) -> str | None:
+    def _run_two(self, writer: Writer, fault: Fault) -> None:
         first = self.start(writer, fault)
-        if (early := first.wait()) is not None:
-            return f"ended before it could be stopped: {_shown(early)}"
+        early = first.wait()
+        assert early is None, f"ended before it could be stopped: {early}"
         second = self.start(writer)
         beside = second.wait(PATIENCE)
         first.resume()
         codes = [each.code for each in (first.end(), beside or second.end())]
-        if all(codes) or not all(re.search(OTHER, str(code)) for code in codes if code):
-            return f"of two that write none finished, or one does not name the other: {codes}"
-        return None
+        assert not all(codes), f"both of two were refused: {codes}"
+        assert all(re.search(OTHER, str(code)) for code in codes if code), f"one does not name the other: {codes}"
 
-    def _resume(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> str | None:
-        """Problems of the same command, given again; it may refuse if files of others are in its way."""
-        ended = self.start(writer, again=True).end()
-        if lost := [path for path, text in planted.items() if not path.is_file() or path.read_text() != text]:
-            return f"took files of others for its own: {[str(path.relative_to(self.work)) for path in lost]}"
+    def _resume(self, writer: Writer, whole: dict[str, object], planted: dict[Path, str]) -> None:
+        """Give the same command again; it may refuse if files of others are in its way."""
+        ended = self.start(writer, more=resume_fit(self.work) if writer.command == "fit" else ()).end()
+        lost = [str(path) for path, text in planted.items() if not path.is_file() or path.read_text() != text]
+        assert not lost, f"took files of others for its own: {lost}"
         if planted and re.search(FOREIGN, str(ended.code)):
-            return None
+            return
         for path in planted:
             path.unlink()
             with contextlib.suppress(OSError):
                 path.parent.rmdir()
-        if ended.code and not re.search(THERE, str(ended.code)):
-            return f"does not resume: {_shown(ended)}"
+        assert not ended.code or re.search(THERE, str(ended.code)), f"does not resume: {ended}"
         found = result(self.work)
         wrong = sorted(name for name in whole.keys() | found.keys() if whole.get(name) != found.get(name))
-        return f"resumed to different results: {wrong}" if wrong else None
+        assert not wrong, f"resumed to different results: {wrong}"
 
 
-def _shown(ended: Ended) -> str:
-    return f"{ended.code}\n{ended.text[-3000:]}"
+def resume_fit(folder: Path) -> tuple[str, ...]:
+    """As the messages of `poss fit` say: resume from the checkpoint, or start again if a kill left none."""
+    if (folder / LAST).exists():
+        return (f"--ckpt_path={LAST}",)
+    if not any(folder.rglob("thesis.*")):
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    return ()
 
 
 # --- what they leave ---
 
 TIMES = {"started", "gone_on", "processes", "costs", "seconds"}
+RESUMED = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")  # of a checkpoint
 
 
 def result(folder: Path) -> dict[str, object]:
@@ -236,17 +231,28 @@ def result(folder: Path) -> dict[str, object]:
         name = str(path.relative_to(folder))
         if path.name.startswith("events.out.tfevents."):
             scalars = read_scalars(path.parent)[str(path.parent)]
-            found[f"{path.parent.relative_to(folder)}/events"] = timeless(
-                {tag: dict(points) for tag, points in scalars.items()}
-            )
-        elif path.is_file():
-            try:
-                found[name] = READ.get(path.name, READ.get(path.suffix, Path.read_bytes))(path)
-            except (OSError, ValueError) as error:
-                found[name] = f"cannot be read: {error}"
-        else:
-            found[name] = "folder"
+            points = {tag: dict(each) for tag, each in scalars.items()}
+            found[f"{path.parent.relative_to(folder)}/events"] = timeless(points)
+            continue
+        try:
+            found[name] = "folder" if path.is_dir() else content(path)
+        except (OSError, ValueError) as error:
+            found[name] = f"cannot be read: {error}"
     return found
+
+
+def content(path: Path) -> Any:
+    if path.name in ("run.json", "cell.json"):
+        return timeless(json.loads(path.read_text()))
+    if path.name in ("records.jsonl", "cells.jsonl"):
+        lines = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
+        return lines if path.name == "records.jsonl" else sorted(lines, key=json.dumps)
+    if path.suffix == ".parquet":
+        return sorted(json.dumps(row) for row in pyarrow.parquet.read_table(path).to_pylist())
+    if path.suffix == ".ckpt":
+        stored = load_checkpoint(path)
+        return timeless({name: stored.get(name) for name in RESUMED})
+    return path.read_bytes()
 
 
 def timeless(value: Any) -> Any:
@@ -257,38 +263,6 @@ def timeless(value: Any) -> Any:
         names = (name for name in value if name not in TIMES and not str(name).startswith("throughput"))
         return {name: timeless(value[name]) for name in names}
     return [timeless(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def _facts(path: Path) -> Any:
-    return timeless(json.loads(path.read_text()))
-
-
-def _lines(path: Path) -> list[Any]:
-    return [timeless(json.loads(line)) for line in path.read_text().splitlines()]
-
-
-def _cells(path: Path) -> list[Any]:
-    return sorted(_lines(path), key=lambda line: (line["choice"], line["seed"]))
-
-
-def _rows(path: Path) -> list[str]:
-    return sorted(json.dumps(row) for row in pyarrow.parquet.read_table(path).to_pylist())
-
-
-def _checkpoint(path: Path) -> Any:
-    stored = load_checkpoint(path)
-    kept = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")
-    return timeless({name: stored.get(name) for name in kept})
-
-
-READ: dict[str, Callable[[Path], Any]] = {
-    "run.json": _facts,
-    "cell.json": _facts,
-    "records.jsonl": _lines,
-    "cells.jsonl": _cells,
-    ".parquet": _rows,
-    ".ckpt": _checkpoint,
-}
 
 
 # --- what they read ---
