@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 
 from poss_lightning import cli
-from tests.support.command import Result, left, run_in
+from tests.support.command import left, run_in
 from tests.support.fuzz import Command, command_lines, command_lines_over_corpora
 
 COMMANDS = [*cli.TOOLS, *cli.TRAINER]
@@ -40,25 +40,20 @@ def test_any_corpus_ends_in_a_result_or_in_one_line(inputs, line):
 
 def check(inputs: Path, line: Command) -> None:
     """Run a command in a folder of its own, and compare its outcome with the promise."""
-    with TemporaryDirectory() as place:
-        result, before, after, seconds = run(Path(place), inputs, line)
+    with TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "inputs" / "mine").mkdir(parents=True)
+        for path in inputs.iterdir():
+            (place / "inputs" / path.name).symlink_to(path)
+        for name, content in line.files.items():
+            (place / "inputs" / "mine" / name).write_bytes(content)
+        (place / "mine").mkdir()
+        (place / "mine" / "notes.txt").write_text("mine")
+        before, began = left(place), time.monotonic()
+        result = run_in(place, *(text.replace("{inputs}", "inputs") for text in line.arguments), stdin=line.stdin)
+        after, seconds = left(place), time.monotonic() - began
     note(f"{line.arguments}: {result}")
     assert result.code in (None, 0) or isinstance(result.code, str), result.code
     assert "\n" not in str(result.code) and "Traceback" not in result.err
     assert result.code in (None, 0) or before == after, f"left behind: {set(after) ^ set(before)}"
     assert seconds < SECONDS
-
-
-def run(place: Path, inputs: Path, line: Command) -> tuple[Result, list[str], list[str], float]:
-    """The outcome of a command, the files before and after it, and its seconds."""
-    (place / "inputs" / "mine").mkdir(parents=True)
-    for path in inputs.iterdir():
-        (place / "inputs" / path.name).symlink_to(path)
-    for name, content in line.files.items():
-        (place / "inputs" / "mine" / name).write_bytes(content)
-    (place / "mine").mkdir()
-    (place / "mine" / "notes.txt").write_text("mine")
-    arguments = [text.replace("{inputs}", "inputs") for text in line.arguments]
-    before, began = left(place), time.monotonic()
-    result = run_in(place, *arguments, stdin=line.stdin)
-    return result, before, left(place), time.monotonic() - began

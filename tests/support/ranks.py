@@ -5,6 +5,7 @@ A run leaves the weights, a checkpoint of every second step, what the callbacks 
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,9 @@ def deepspeed(stage: int, **options: bool) -> DeepSpeed:
     return strategy
 
 
-STRATEGIES = {
-    "one": lambda: "auto",
-    "ddp": DDPStrategy,
-    "zero1": lambda: deepspeed(1),
-    "zero2": lambda: deepspeed(2),
-    "zero3": lambda: deepspeed(3),
-    "zero3-offload": lambda: deepspeed(3, offload_optimizer=True, offload_parameters=True),
-}
+STRATEGIES = {"one": lambda: "auto", "ddp": DDPStrategy}
+STRATEGIES |= {f"zero{stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}
+STRATEGIES |= {"zero3-offload": partial(deepspeed, 3, offload_optimizer=True, offload_parameters=True)}
 
 
 def accelerator_of(device: torch.device) -> str:
