@@ -73,12 +73,12 @@ def record() -> st.SearchStrategy[Any]:
     role = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", 3])
     dialects = ({"role": role, "content": content}, {"from": role, "value": content})
     turns = st.lists(st.one_of(map(st.fixed_dictionaries, dialects)), max_size=4)
-    names = {"id": st.none() | st.integers() | st.text(max_size=5), "question_id": st.integers(0, 3)}
-    forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3), "prompt": content}
-    contents = st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4)
-    good = contents.map(lambda texts: {"messages": [*map(_message, cycle(("user", "assistant")), texts)]})
-    json_value = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists)
-    return good | st.fixed_dictionaries({}, optional=names | forms) | json_value
+    forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3)}
+    forms |= dict.fromkeys(("prompt", "id", "question_id"), content)
+    texts = st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4)
+    good = texts.map(lambda texts: {"messages": [*map(_message, cycle(("user", "assistant")), texts)]})
+    anything = st.recursive(content | st.floats(), st.lists)
+    return good | st.fixed_dictionaries({}, optional=forms) | anything
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -40,11 +40,10 @@ CONFIG = SIZE | {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instr
 def put(folder: Path, tensors: dict[str, Tensor], kind: str = "safetensors", **config) -> Path:
     """A folder as it is published: "safetensors" or "bin", in one file or in "shards"."""
     folder.mkdir(parents=True, exist_ok=True)
-    safe = "safetensors" in kind
     if "shards" in kind:
-        save_torch_state_dict(tensors, folder, max_shard_size=20_000, safe_serialization=safe)
+        save_torch_state_dict(tensors, folder, max_shard_size=20_000, safe_serialization="safetensors" in kind)
         assert len(list(folder.iterdir())) > 3
-    elif safe:
+    elif kind == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:
         torch.save(tensors, folder / "pytorch_model.bin")

@@ -201,15 +201,12 @@ class PublishedDraft:
         return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
 
     def rope(self, x: Tensor) -> Tensor:
-        """Pairs (i, i + d/2) of slot t by t times their frequency."""
+        """Pairs (i, i + d/2) of slot t by t times their frequency: (T, d) -> (T, d)"""
         half = x.shape[-1] // 2
-        turned = x.clone()
-        for t in range(len(x)):
-            for i in range(half):
-                angle = torch.tensor(t * self.frequency(i, half))
-                turned[t, i] = x[t, i] * angle.cos() - x[t, i + half] * angle.sin()
-                turned[t, i + half] = x[t, i + half] * angle.cos() + x[t, i] * angle.sin()
-        return turned
+        angles = torch.tensor([[t * self.frequency(i, half) for i in range(half)] for t in range(len(x))])
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
