@@ -75,8 +75,6 @@ class PretendedDevice(TorchDispatchMode):
                 return func.decompose(*args, **call.kwargs)
         if not call.on_device:
             return func(*args, **call.kwargs)
-        if func is aten._fused_sdp_choice.default:
-            return 0  # attention that consists of other operations
         call.check_devices()
         if what := call.synchronises(self.pinned):
             if self.graph:

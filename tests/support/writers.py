@@ -28,7 +28,6 @@ TRAINER = {
     "max_steps": 6,
     "val_check_interval": 2,
     "check_val_every_n_epoch": None,
-    "enable_model_summary": False,
     "enable_progress_bar": False,
 }
 THERE = "is there already"  # said of finished work
