@@ -17,35 +17,6 @@ def attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor
     return torch.stack(rows)
 
 
-class SlotBySlot:
-    """A drafter with plain lists for a cache, fed one slot at a time, that re-projects everything at every step."""
-
-    def __init__(self, draft):
-        self.draft = draft
-        self.slots: list[tuple[Tensor, int, int]] = []  # z (1, 1, Z), position and first reader of those it may see
-
-    def append(self, embedded: Tensor, left: Tensor, first: int) -> None:
-        z = self.draft.join(embedded[None, None], left[None, None])
-        self.slots.append((z, len(self.slots), first))
-
-    def output(self, k: int) -> Tensor:
-        """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
-        layer, shared = self.layer(k), self.draft.config.kv == "shared"
-        pairs = []  # keys and values that k reads: (1, kv heads, 1, d) each
-        for z, position, first in self.slots[-(self.draft.config.window or 0) :]:
-            pairs.append(self.layer(first if shared else k).keys_values(z, self.angles(position)))
-        z, position, _ = self.slots[-1]
-        query = layer.queries(z, self.angles(position))[0, :, 0]
-        keys, values = ([each[0, :, 0] for each in given] for given in zip(*pairs, strict=True))
-        return layer.after_attention(z, attention(query, keys, values)[None, :, None])[0, 0]
-
-    def angles(self, position: int):
-        return self.draft.rope_at(torch.tensor([[position]]))
-
-    def layer(self, k: int):
-        return self.draft.layers[self.draft.config.specialist_at(k)]
-
-
 def rms_norm(x: Tensor, norm) -> Tensor:
     """(D,) -> (D,)"""
     return norm.weight * x / (x.square().mean() + norm.eps).sqrt()
@@ -60,15 +31,33 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     Returns:
         K outputs (D,): pass k stands at slot start + k - 1.
     """
-    drafter, outputs = SlotBySlot(draft), []
-    for slot in range(start + 1):
-        drafter.append(embedded[slot], fuse(draft, features[slot]), 1)
+    slots, outputs = [], []  # what is joined, the angles, and the first pass that reads it, of each slot
+
+    def append(left: Tensor, first: int) -> None:
+        position = len(slots)
+        joined = draft.join(embedded[position][None, None], left[None, None])
+        slots.append((joined, draft.rope_at(torch.tensor([[position]])), first))
+
+    def layer(k: int):
+        return draft.layers[draft.config.specialist_at(k)]
+
+    def output(k: int) -> Tensor:
+        """Pass k's prediction at the newest slot, which sees all the others, projected anew: (D,)."""
+        pairs = []
+        for joined, angles, first in slots[-(draft.config.window or 0) :]:
+            pairs.append(layer(first if draft.config.kv == "shared" else k).keys_values(joined, angles))
+        keys, values = ([x[0, :, 0] for x in each] for each in zip(*pairs, strict=True))
+        joined, angles, _ = slots[-1]
+        query = layer(k).queries(joined, angles)[0, :, 0]
+        return layer(k).after_attention(joined, attention(query, keys, values)[None, :, None])[0, 0]
+
+    for feature in features[: start + 1]:
+        append(fuse(draft, feature), 1)
     for k in range(1, depth + 1):
-        outputs.append(drafter.output(k))
-        if start + k == len(embedded):
+        outputs.append(output(k))
+        if len(slots) == len(embedded):
             break
-        left = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
-        drafter.append(embedded[start + k], left, k + 1)
+        append(rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1], k + 1)
     return outputs
 
 
