@@ -11,7 +11,7 @@ from poss_lightning.training.module import SpecialistTraining
 from tests.support.ranks import accelerator_of
 from tests.support.resuming import Left, fit
 from tests.support.talks import EAGLE3
-from tests.support.tiny import tiny_draft
+from tests.support.tiny import spread, tiny_draft
 from tests.support.unrolling import KINDS, packed, packed_padded_alone, unroll_what_is_drafted
 
 pytestmark = pytest.mark.gpu
@@ -94,9 +94,7 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
     """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
     module = SpecialistTraining(store, [1, 2], **options)
-    for parameter in module.draft.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+    spread(module.draft)
     data = FeatureData(store, batch_tokens=256)
     data.source = data.source.select(module.layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)

@@ -94,18 +94,12 @@ def corpus() -> st.SearchStrategy[bytes]:
 # --- command lines ---
 
 TINY = {"target": "{inputs}/target", "dtype": "float32", "device": "cpu"}
-LIKELY = {  # by option: values with which a command can run at all, tried as often as any others
-    **TINY,
-    "draft": "{inputs}/draft",
-    "drafts.d": "{inputs}/draft",
+LIKELY = {  # by name: places with which a command can run at all, tried as often as any others
     "store": "{inputs}/store",
-    "stores": "[{inputs}/store]",
-    "start_from": "{inputs}/draft",
     "source": "{inputs}/draft",
     "records": "{inputs}/records",
     "corpus": "{inputs}/mine/corpus.jsonl",
     "folder": "{inputs}/mine",
-    "name": "draft/poss2.yaml",
     "out": "out",
 }
 SUITES = "[{inputs}/suite.jsonl]"

@@ -180,14 +180,10 @@ class PublishedDraft:
         if not scaling:
             return frequency
         assert scaling["rope_type"] == "llama3"
-        length, wave = scaling["original_max_position_embeddings"], 2 * math.pi / frequency
-        if wave < length / scaling["high_freq_factor"]:
-            return frequency
-        if wave > length / scaling["low_freq_factor"]:
-            return frequency / scaling["factor"]
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        smooth = (length / wave - low) / (high - low)
-        return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0), 1)
+        return kept * frequency + (1 - kept) * frequency / scaling["factor"]
 
     def rope(self, x: Tensor) -> Tensor:
         """Pairs (i, i + d/2) of slot t by t times their frequency: (T, d) -> (T, d)"""

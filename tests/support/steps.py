@@ -16,6 +16,7 @@ from poss_lightning.features.stream import collate
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
 from tests.support.ranks import CLIP, DATA, MODEL, STEPS
+from tests.support.tiny import spread
 
 Weights = dict[str, torch.Tensor]
 
@@ -24,9 +25,7 @@ def write_initial(path: Path, store: str, **changes) -> None:
     """Weights to start from, spread so that every specialist matters."""
     torch.manual_seed(0)
     draft = SpecialistTraining(store, **MODEL | changes).draft
-    for parameter in draft.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+    spread(draft)
     save_file(draft.state_dict(), path)
 
 

@@ -54,10 +54,10 @@ def rows_of(records, suite=ALL, **options):
     return {row.method: row for row in found if row.suite == suite}
 
 
-def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2)):
+def make_cells(seeds=(0, 1, 2)):
     return {
         (choice, seed): make_records(("plain", choice), seed=10 * seed + place, prompts=4)
-        for place, choice in enumerate(choices)
+        for place, choice in enumerate(SHARES)
         for seed in seeds
     }
 

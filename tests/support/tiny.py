@@ -69,13 +69,17 @@ def tiny_draft(
 ) -> Specialists:
     """Random specialists, differing enough from each other that a wrong one shows."""
     torch.manual_seed(seed)
-    depth = config.pop("depth", sum(allocation))
     size = None if vocabulary is None else len(vocabulary)
-    made = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, vocabulary_size=size, **config)
-    draft = Specialists(made, vocabulary)
+    sizes = {"allocation": tuple(allocation), "depth": sum(allocation), "vocabulary_size": size}
+    draft = Specialists(DraftConfig(target=target.spec, **sizes | config), vocabulary)
+    spread(draft, norms=not draft.config.predicts_feature)
+    return draft
+
+
+def spread(draft: Specialists, norms: bool = False) -> None:
+    """Draw matrices, and norms too, that are so far apart that every specialist matters."""
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-        elif not draft.config.predicts_feature:  # a norm's
+        elif norms:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return draft
