@@ -51,7 +51,7 @@ class Reductions(lightning.Callback):
     """Counts the numbers that were summed over the processes in every step."""
 
     def __init__(self):
-        self.now, self.steps = 0, Counter()
+        self.step, self.steps = 0, Counter()
         for name in dir(dist):
             if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
                 setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
@@ -59,21 +59,22 @@ class Reductions(lightning.Callback):
     def counted(self, function, place: int):
         def reduce(*args, **kwargs):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
-            self.now += sum(t.numel() for t in (tensors if isinstance(tensors, list) else [tensors]))
+            self.steps[self.step] += sum(t.numel() for t in (tensors if isinstance(tensors, list) else [tensors]))
             return function(*args, **kwargs)
 
         return reduce
 
     def on_train_start(self, trainer, pl_module):
-        self.now, self.steps = 0, Counter()
+        self.steps = Counter()
         if type(trainer.strategy) is DDPStrategy:
             trainer.strategy.model.register_comm_hook(None, allreduce_hook)  # the same in Python, so that it is counted
 
     def on_train_batch_start(self, trainer, pl_module, *_):
-        self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
+        self.step = trainer.global_step + 1
+        self.steps[self.step] += 0  # a process alone reduces nothing
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.steps[self.step] += self.now
+        self.step = 0  # what checkpoints gather is not counted
 
 
 def keeps_no_copy(trainer: lightning.Trainer) -> None:
@@ -126,4 +127,5 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         draft = gather_draft(module.draft)
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
+            del reductions.steps[0]
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
