@@ -135,8 +135,8 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
     """Names of a tool's options, and a command line of it."""
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
-    ending = {"synthesize": ".jsonl"}.get(name, "")
-    arguments = [name, *(f"{draw(_argument(each))}{ending * (each.name == 'out')}" for each in needed)]
+    ending = ".jsonl" if name == "synthesize" else ""
+    arguments = [name, *(draw(_argument(each)) + ending for each in needed)]
     given = {option: text for option, text in TINY.items() if option in parameters} | ALWAYS.get(name, {})
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}
     for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):

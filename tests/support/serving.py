@@ -38,6 +38,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     rounds: list[tuple[int, list[int]]] = field(default_factory=list)
 
+    def note(self, step: Progress) -> None:
+        if step.tree is not None:
+            self.rounds.append((len(self.tokens), step.tree.tokens[0, 1:].tolist()))
+        self.tokens += step.tokens[0]
+
     @property
     def accepted(self) -> list[int]:
         """Drafted tokens that were accepted, round by round."""
@@ -48,17 +53,9 @@ class Answer:
 def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
     """Our engine's answers, on chains, one prompt at a time."""
     engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1, int8_head=False)
-    answers = []
-    for prompt in prompts:
-        answer = Answer()
-
-        def watch(step: Progress, answer: Answer = answer) -> None:
-            if step.tree is not None:
-                answer.rounds.append((len(answer.tokens), step.tree.tokens[0, 1:].tolist()))
-            answer.tokens += step.tokens[0]
-
-        engine.decode([prompt], limit, frozenset(), watch=watch)
-        answers.append(answer)
+    answers = [Answer() for _ in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        engine.decode([prompt], limit, frozenset(), watch=answer.note)
     return answers
 
 

@@ -49,9 +49,9 @@ def _accepted(draw, shares, hardness) -> int:
     return (held + [False]).index(False)
 
 
-def rows_of(records, suite=ALL, **options):
+def rows_of(records, **options):
     found = summarise(by_method(records), **({"baseline": "plain"} | options))
-    return {row.method: row for row in found if row.suite == suite}
+    return {row.method: row for row in found if row.suite == ALL}
 
 
 def make_cells(seeds=(0, 1, 2)):
@@ -62,9 +62,9 @@ def make_cells(seeds=(0, 1, 2)):
     }
 
 
-def over_seeds(cells, reference="eagle", suite=ALL):
-    found = summarise(by_choice(cells), baseline="plain", reference=reference)
-    return {row.method: row for row in found if row.suite == suite}
+def over_seeds(cells):
+    found = summarise(by_choice(cells), baseline="plain", reference="eagle")
+    return {row.method: row for row in found if row.suite == ALL}
 
 
 # --- rounds alone, many experiments at once ---
