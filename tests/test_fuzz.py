@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, example, given, note, settings
 
 from poss_lightning import cli
 from tests.support.command import left, run_in
@@ -31,6 +31,7 @@ def test_any_options_end_in_a_result_or_in_one_line(inputs, command):
 
 
 @settings(RUN, max_examples=TOTAL or 6)
+@example(line=Command(["extract", "{inputs}/mine/corpus.jsonl", "out"], {"corpus.jsonl": b"{oops\n{}"}))
 @given(line=command_lines_over_corpora())
 def test_any_corpus_ends_in_a_result_or_in_one_line(inputs, line):
     check(inputs, line)
