@@ -31,7 +31,6 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a li
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file, which becomes `path`, on disk, when the block ends without an error."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(path.parent) as folder:
         temporary = folder / path.name
         temporary.touch()
@@ -53,7 +52,6 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     check_new(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(path.parent) as folder:
         temporary = folder / path.name
         temporary.mkdir()
@@ -75,6 +73,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def _scratch_folder(parent: Path) -> Iterator[Path]:
     """Yield a new folder, removed at the end, with a lock that shows that this process is alive."""
+    parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
     lock = None
     while lock is None:

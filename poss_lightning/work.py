@@ -38,22 +38,19 @@ class Work:
     @property
     def settings(self) -> dict[str, Any]:
         """Those that it was begun with; empty if it is new."""
-        path = self.folder / SETTINGS
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads((self.folder / SETTINGS).read_text()) if self.is_claimed else {}
 
     def claim(self, settings: Mapping[str, Any]) -> None:
         """Write down what the result depends on; raise ValueError if the work was begun with different settings."""
         with self.exclusive():
-            path = self.folder / SETTINGS
-            if path.exists():
-                if changed := differences(self.settings, settings):
-                    raise ValueError(
-                        f"{self.folder} was begun with other settings ({'; '.join(changed)}): resume with those, "
-                        "choose another name, or remove it"
-                    )
-                return
-            with atomic(path) as temporary:
-                temporary.write_text(json.dumps(settings, indent=1))
+            if not self.is_claimed:
+                with atomic(self.folder / SETTINGS) as path:
+                    path.write_text(json.dumps(settings, indent=1))
+            elif changed := differences(self.settings, settings):
+                raise ValueError(
+                    f"{self.folder} was begun with other settings ({'; '.join(changed)}): resume with those, "
+                    "choose another name, or remove it"
+                )
 
     def receipt(self, part: str) -> Any | None:
         """The receipt of a finished part; None if it is not finished."""

@@ -15,7 +15,7 @@ from poss_lightning.target.model import Target
 from tests.support import pretended
 from tests.support.command import Poss, run_in
 from tests.support.inputs import write_inputs
-from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tiny import tiny_target, write_target
 
 if "POSS_DEVICE" not in os.environ:  # as `make test-gpu` and `make test-vllm` set it; other tests use no GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -45,17 +45,14 @@ def target() -> Target:
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory) -> str:
     """The tiny target as a local folder."""
-    folder = tmp_path_factory.mktemp("tiny-target")
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return write_target(tmp_path_factory.mktemp("tiny-target"))
 
 
 @pytest.fixture(scope="session")
-def inputs(target, tiny_folder, tmp_path_factory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """Inputs of commands, whole and broken, which no test changes."""
     folder = tmp_path_factory.mktemp("inputs")
-    write_inputs(folder, target, tiny_folder)
+    write_inputs(folder)
     return folder
 
 

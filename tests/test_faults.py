@@ -22,9 +22,9 @@ CASES = {
 def check_cases(folder: str, names: list[str]) -> None:
     place = Place(Path(folder))
     for name in names:
-        observed = place.observe(WRITERS[name])
+        whole = place.observe(WRITERS[name]).whole
         for fault in CASES[name]:
-            problem = place.check(WRITERS[name], Fault.parse(fault), observed.whole)
+            problem = place.check(WRITERS[name], Fault.parse(fault), whole)
             assert problem is None, f"python -m benchmarks.faults {name} {fault}: {problem}"
 
 

@@ -23,7 +23,9 @@ GREEDY, DRAWN = Sampling(), Sampling(1.0, top_k=40, top_p=0.9)
 LAWS = [pytest.param(GREEDY, id="greedy"), pytest.param(DRAWN, id="drawn", marks=pytest.mark.nightly)]
 LONGER = [[7] * 90, [8] * 3, [9] * 5]
 WAYS = [*product(("eagle2", "eagle3", "block"), ("fixed", "auto"), (GREEDY, DRAWN))]
-WAYS = [pytest.param(*way, marks=() if number == 3 else pytest.mark.nightly) for number, way in enumerate(WAYS)]
+WAYS += [("plain", "fixed", DRAWN), ("plain", "fixed", GREEDY)]
+FEW = (3, len(WAYS) - 1)
+WAYS = [pytest.param(*way, marks=() if number in FEW else pytest.mark.nightly) for number, way in enumerate(WAYS)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,38 +59,31 @@ def texts(decoder, law, prompts, limit, seed=3):
     return drawn(decoder, law, seed, prompts, limit, frozenset())
 
 
+def decoder_of(target, kind, tree="fixed", graphs=None):
+    if kind == "plain":
+        return Autoregressive(target, graphs=graphs)
+    draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
+    return Speculative(target, draft, 2, 8, 4, tree, graphs=graphs)
+
+
 @pytest.mark.parametrize("kind, tree, law", WAYS)
-def test_drafting_is_lossless_with_graphs_and_without(target, limit, kind, tree, law):
+def test_decoding_is_lossless_with_graphs_and_without(target, limit, kind, tree, law):
     """In a batch, in later batches that reuse its graphs, and alone."""
-    allocation = [2] if kind == "block" else [1, 1]
-    draft, plain = tiny_draft(target, allocation, kind=kind), Autoregressive(target, graphs=False)
-    cases = (PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)
-    batch, *others = ([prompts, seed, texts(plain, law, prompts, limit, seed)] for prompts, seed in cases)
-    eager = Speculative(target, draft, 2, 8, 4, tree, graphs=False)
-    replayed = Speculative(target, draft, 2, 8, 4, tree)
-    for engine in (eager, replayed):
-        assert texts(engine, law, PROMPTS, limit, 3) == batch[-1]
-        assert tree == "fixed" or any(budget.plan for budget in engine.budgets.values())
-        captures = count_captures(engine)
-        for prompts, seed, expected in others:
-            assert texts(engine, law, prompts, limit, seed) == expected
+    plain, cases = Autoregressive(target, graphs=False), [(PROMPTS, 3), (PROMPTS, 4), (LONGER, 3)]
+    batch, *others = [texts(plain, law, prompts, limit, seed) for prompts, seed in cases]
+    assert (kind, law) != ("plain", GREEDY) or texts(Generate(target), law, PROMPTS, limit) == batch
+    for graphs in (False, None):
+        decoder = decoder_of(target, kind, tree, graphs)
+        assert texts(decoder, law, PROMPTS, limit) == batch
+        assert tree == "fixed" or any(budget.plan for budget in decoder.budgets.values())
+        captures = count_captures(decoder)
+        assert [texts(decoder, law, prompts, limit, seed) for prompts, seed in cases[1:]] == others
         assert tree == "auto" or not captures
         generator = torch.Generator().manual_seed(3)
-        alone = [engine.decode([prompt], limit, frozenset(), law, generator)[0].tokens for prompt in PROMPTS]
-        assert alone == batch[-1]
-    assert replayed.graphs.enabled == bool(captures) == (target.device.type == "cuda")  # no capture has failed
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_plain_decoding_is_the_same_with_graphs_and_without(target, limit, law):
-    plain, replayed = Autoregressive(target, graphs=False), Autoregressive(target)
-    expected = texts(plain, law, PROMPTS, limit)
-    assert texts(replayed, law, PROMPTS, limit) == expected
-    captures = count_captures(replayed)
-    for prompts, seed in ((PROMPTS, 4), (LONGER, 3)):
-        assert texts(replayed, law, prompts, limit, seed) == texts(plain, law, prompts, limit, seed)
-    assert graphs_of(replayed).enabled == (target.device.type == "cuda") and not captures
-    assert law != GREEDY or texts(Generate(target), law, PROMPTS, limit) == expected
+        alone = [decoder.decode([prompt], limit, frozenset(), law, generator)[0].tokens for prompt in PROMPTS]
+        assert alone == batch
+    graphs = graphs_of(decoder)
+    assert graphs.enabled == bool(graphs.captured) == (target.device.type == "cuda")  # no capture has failed
 
 
 @pytest.mark.slow
@@ -119,34 +114,15 @@ def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
 # --- the embedded target with the shipped drafts ---
 
 
-def embedded_answers(device: torch.device, dtype: str, law: Sampling) -> dict[str, list[list[int]]]:
-    """Answers to our own questions: plainly, with graphs and without, and by the shipped drafts."""
-    target = Target.load("embedded", dtype, str(device))
-    count, limit = (12, 128) if device.type != "cpu" else (4, 64) if dtype == "float32" else (1, 16)
-    asked = [question.turns[0] for question in read_suites(limit=2)[:count]]
-    prompts = [target.chat.prompt([{"role": "user", "content": text}]) for text in asked]
-    decoders = {"plain": Autoregressive(target, graphs=False), "graphs": Autoregressive(target)}
-    for name in shipped():
-        decoders[name] = Speculative(target, Specialists.from_pretrained(name), nodes=20, tree_width=5)
-    if law == GREEDY:
-        decoders["generate"] = Generate(target)
-    return {name: [texts(decoder, law, [prompt], limit)[0] for prompt in prompts] for name, decoder in decoders.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
 def test_shipped_drafts_on_the_embedded_target_are_lossless_in_float32(device, law):
-    answers = embedded_answers(device, "float32", law)
-    assert all(answer == answers["plain"] for answer in answers.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("law", LAWS)
-def test_answers_in_bfloat16_that_equal_plain_decoding_are_counted(device, law, report):
-    """There is no threshold: products of a tree have different shapes than those of a token, and round differently."""
-    answers = embedded_answers(device, "bfloat16", law)
-    plain = answers.pop("plain")
-    for name, answer in answers.items():
-        equal = sum(ours == theirs for ours, theirs in zip(answer, plain, strict=True))
-        report(f"bfloat16, temperature {law.temperature}, {name}", f"{equal} of {len(plain)} as plain decoding")
-        assert all(map(len, answer))
+    target = Target.load("embedded", "float32", str(device))
+    count, limit = (4, 64) if device.type == "cpu" else (12, 128)
+    drafts = [Specialists.from_pretrained(name) for name in shipped()]
+    decoders = [Autoregressive(target), *(Speculative(target, draft, nodes=20, tree_width=5) for draft in drafts)]
+    plain = Autoregressive(target, graphs=False)
+    for question in read_suites(limit=2)[:count]:
+        prompt = target.chat.prompt([{"role": "user", "content": question.turns[0]}])
+        expected = texts(plain, law, [prompt], limit)
+        assert all(texts(decoder, law, [prompt], limit) == expected for decoder in decoders)

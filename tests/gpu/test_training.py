@@ -1,20 +1,17 @@
 """Training on a device: attention, losses and gradients are those of the CPU, and a training can be resumed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import causal_block, flex_block
-from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.ranks import accelerator_of
 from tests.support.resuming import Left, fit
 from tests.support.talks import EAGLE3
-from tests.support.tiny import tiny_draft
+from tests.support.tiny import spread, tiny_draft
 from tests.support.unrolling import KINDS, packed, packed_padded_alone, unroll_what_is_drafted
 
 pytestmark = pytest.mark.gpu
@@ -69,21 +66,19 @@ def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
 @pytest.mark.nightly
 @pytest.mark.parametrize("allocation, config", KINDS)
 def test_unroll_is_what_the_cached_drafter_drafts(target, allocation, config):
-    unrolled, drafted, agree = unroll_what_is_drafted(target, draft_on(target, allocation, **config))
+    draft = tiny_draft(target, allocation, **config).to(target.device)
+    unrolled, drafted, agree = unroll_what_is_drafted(target, draft)
     assert distance(unrolled, drafted) < NEAR and agree
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("allocation, config", [KINDS[4], KINDS[-1], ([6], {"kind": "block", "block_layers": 2})])
 def test_packed_is_padded_is_alone(target, allocation, config):
-    together, rows, alone = packed_padded_alone(target, draft_on(target, allocation, **config))
+    draft = tiny_draft(target, allocation, **config).to(target.device)
+    together, rows, alone = packed_padded_alone(target, draft)
     for found in (together, rows):
         for ours, theirs in zip(found, alone, strict=True):
             assert all(distance(a, b) < NEAR for a, b in zip(ours, theirs, strict=True))
-
-
-def draft_on(target, allocation, **config):
-    return tiny_draft(target, allocation, **config).to(target.device)
 
 
 # --- a step, and a resumed training ---
@@ -99,9 +94,7 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
     """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
     module = SpecialistTraining(store, [1, 2], **options)
-    for parameter in module.draft.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+    spread(module.draft)
     data = FeatureData(store, batch_tokens=256)
     data.source = data.source.select(module.layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
@@ -110,23 +103,17 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
     return [losses.weighted, *(parameter.grad for parameter in module.draft.parameters())]
 
 
-def test_a_resumed_training_ends_where_an_unbroken_one_does(store, device, tmp_path, report):
+def test_a_resumed_training_ends_where_an_unbroken_one_does(store, device, tmp_path, record_property):
     """Bitwise on a CPU. On CUDA products may be summed in a different order, and Adam divides by what is left."""
     options = {"accelerator": accelerator_of(device), "devices": 1, "max_epochs": -1, "max_steps": 6}
     whole, _, seen = fit(store, tmp_path, Left(), **options)
     again, _, rest = fit(store, tmp_path, resume="3.ckpt", **options)
     assert seen[-len(rest) :] == rest and len(rest) < len(seen)
-    found = since(tmp_path / "3.ckpt", again, whole)
-    report("resumed against unbroken, relative to what training changed since", found)
+    start = torch.load(tmp_path / "3.ckpt", "cpu", weights_only=True)["state_dict"]
+    changed = [
+        torch.cat([(value.detach().cpu() - start[f"draft.{name}"]).flatten() for name, value in draft])
+        for draft in (again.draft.named_parameters(), whole.draft.named_parameters())
+    ]
+    found = distance(*changed)
+    record_property("resumed against unbroken, relative to what training changed since", found)
     assert found <= (0 if device.type == "cpu" else 1e-3)
-
-
-def since(checkpoint: Path, module: SpecialistTraining, other: SpecialistTraining) -> float:
-    """The distance of two drafts, relative to what training changed since a checkpoint."""
-    start = torch.load(checkpoint, "cpu", weights_only=True)["state_dict"]
-
-    def changed(draft: Specialists) -> Tensor:
-        values = draft.named_parameters()
-        return torch.cat([(value.detach().cpu() - start[f"draft.{name}"]).flatten() for name, value in values])
-
-    return distance(changed(module.draft), changed(other.draft))

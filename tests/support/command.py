@@ -52,8 +52,7 @@ def unchanged(*folders: Path) -> Iterator[None]:
     """Assert that the block writes, removes and changes nothing in these folders."""
 
     def times() -> list[dict[Path, int]]:
-        paths = ([folder / name for name in left(folder)] for folder in folders)
-        return [{path: path.is_file() and path.stat().st_mtime_ns for path in each} for each in paths]
+        return [{path: path.is_file() and path.stat().st_mtime_ns for path in each.rglob("*")} for each in folders]
 
     before = times()
     yield

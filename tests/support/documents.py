@@ -4,10 +4,10 @@ import functools
 import inspect
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -23,8 +23,9 @@ DOCUMENTS = [
 ]
 
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-INDENTED = re.compile(r"^ {4,}\S(?:.*\\\n)*.*$", re.MULTILINE)
 SHELL = re.compile(r"^\S(?:.*\\\n)*.*$", re.MULTILINE)  # with the lines after a backslash
+CONSOLE = re.compile(r"(?<=^\$ ).*$", re.MULTILINE)
+INDENTED = re.compile(r"^ {4,}(\S(?:.*\\\n)*.*)$", re.MULTILINE)
 SPAN = re.compile(r"`((?:poss|make)\s[^`]+)`")
 SETTING = re.compile(r"([A-Z])=(\S+)(\s+#.*)?")  # T=…, which later lines call $T
 ELLIPSES = {"…", "..."}
@@ -60,30 +61,24 @@ def files(text: str) -> dict[str, str]:
     return {name[1]: own for own in shown if (name := re.match(r"# (\S+\.yaml)\b", own))}
 
 
-def shell(text: str) -> Iterator[tuple[int, str]]:
+def shell(text: str, pattern: re.Pattern[str] = SHELL, language: str = "bash") -> Iterator[tuple[int, str]]:
     """Line and text of every command line of the bash blocks."""
-    return _found(SHELL, text, "bash")
-
-
-def everywhere(text: str) -> Iterator[tuple[int, str]]:
-    """As `shell`, and of console blocks, indented blocks, and spans that begin with a program."""
-    yield from shell(text)
-    yield from _found(re.compile(r"(?<=^\$ ).*$", re.MULTILINE), text, "console")
-    text = FENCED.sub(_blank, text)
-    for found in INDENTED.finditer(text):
-        yield _line(text, found.start()), found[0].strip()
-    text = INDENTED.sub(_blank, text)
-    for found in SPAN.finditer(text):
-        yield _line(text, found.start()), found[1]
-
-
-def _found(pattern: re.Pattern[str], text: str, language: str) -> Iterator[tuple[int, str]]:
     for block in blocks(text, language):
         for found in pattern.finditer(block.text):
             yield block.line + _line(block.text, found.start()) - 1, found[0]
 
 
-def expanded(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[tuple[int, str]]:
+def everywhere(text: str) -> Iterator[tuple[int, str]]:
+    """As `shell`, and of console blocks, indented blocks, and spans that begin with a program."""
+    yield from shell(text)
+    yield from shell(text, CONSOLE, "console")
+    for taken, pattern in ((FENCED, INDENTED), (INDENTED, SPAN)):
+        text = taken.sub(lambda found: "\n" * found[0].count("\n"), text)  # so that line numbers stay
+        for found in pattern.finditer(text):
+            yield _line(text, found.start()), found[1]
+
+
+def expanded(lines: Iterable[tuple[int, str]], **names: str) -> Iterator[tuple[int, str]]:
     """The lines in order, with `$T` replaced by the value of T=…; `names` replaces values, by letter."""
     given = {}
     for number, line in sorted(lines):
@@ -95,51 +90,41 @@ def expanded(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[tuple[i
             yield number, line.replace("\\\n", " ")
 
 
-def commands(lines: Iterator[tuple[int, str]], **names: str) -> Iterator[Command]:
+def commands(lines: Iterable[tuple[int, str]], **names: str) -> Iterator[Command]:
     """Commands of `poss` and `make`, alone or after another program."""
     for number, line in expanded(lines, **names):
         for part in line.partition("$(")[0].split(" && "):
             words = shlex.split(part.partition(" > ")[0], comments=True)  # output may go into a file
-            begin = next((place for place, word in enumerate(words) if Path(word).name in ("poss", "make")), None)
-            if begin is not None:
-                program, *words = words[begin:]
-                given = [word for word in words if word not in ELLIPSES]
-                yield Command(number, Path(program).name, given, given == words)
+            while words and Path(words[0]).name not in ("poss", "make"):
+                del words[0]
+            if words:
+                given = [word for word in words[1:] if word not in ELLIPSES]
+                yield Command(number, Path(words[0]).name, given, given == words[1:])
 
 
 class Parsed(Exception):
-    """Raised where a command would begin its work."""
+    """Raised where a command would begin its work, with the arguments of the function that does it."""
 
 
-def parsed(command: Command) -> dict:
-    """The arguments that a tool's function would get, none of a training; the command is parsed but not run."""
-    (name, *words), given = command.words, {}
-    with pytest.MonkeyPatch.context() as patch:
-        if name in cli.TRAINER:
-            patch.setattr(Training, "before_instantiate_classes", _stop)
-            words = words if command.complete else ["--data.store", "any", "--model.allocation", "[1]", *words]
-        else:
-            module = import_module(cli.TOOLS[name][0])
-            tool = getattr(module, name)
+def parsed(command: Command) -> dict[str, Any]:
+    """The arguments that a tool's function would get; the command is parsed but not run."""
+    name, *words = command.words
+    if name in cli.TRAINER:
+        owner, work = Training, "before_instantiate_classes"
+        words = words if command.complete else ["--data.store", "any", "--model.allocation", "[1]", *words]
+    else:
+        owner, work = import_module(cli.TOOLS[name][0]), name
+    function = getattr(owner, work)
 
-            @functools.wraps(tool)
-            def instead(*args, **kwargs) -> None:
-                given.update(inspect.signature(tool).bind(*args, **kwargs).arguments)
-                _stop()
+    @functools.wraps(function)
+    def stop(*args, **kwargs) -> None:
+        raise Parsed(inspect.signature(function).bind(*args, **kwargs).arguments)
 
-            patch.setattr(module, name, instead)
-        with pytest.raises(Parsed):
-            cli.run(name, words)
-    return given
-
-
-def _stop(*_) -> None:
-    raise Parsed
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed) as caught:
+        patch.setattr(owner, work, stop)
+        cli.run(name, words)
+    return caught.value.args[0]
 
 
 def _line(text: str, place: int) -> int:
     return text.count("\n", 0, place) + 1
-
-
-def _blank(found: re.Match) -> str:
-    return "\n" * found[0].count("\n")  # so that line numbers stay

@@ -1,20 +1,10 @@
 """Model families of transformers, tiny."""
 
+from tests.support import tiny
+
 WINDOW, TURN = 4, 64  # tokens a sliding layer sees, fewer than trees are deep; where the angles of a "longrope" turn
-SIZE = {
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "tie_word_embeddings": False,  # random and tied, a target would repeat what it reads
-}
+SIZE = tiny.SIZE | {"num_hidden_layers": 3, "initializer_range": 0.3}
+SIZE |= {"tie_word_embeddings": False}  # random and tied, a target would repeat what it reads
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 SCALED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.4, "logits_scaling": 6.0}
 QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}

@@ -11,28 +11,24 @@ An audit hook sees and counts every file operation below the command's folder be
 """
 
 import errno
-import json
+import multiprocessing
 import os
-import re
 import resource
-import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from contextlib import chdir
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from poss_lightning import cli
+from tests.support.command import Result, run_in
 
 SECONDS = 120  # that a command of tiny sizes may take, even on a busy machine
-PATIENCE = 4  # seconds that a second writer may wait for one that is stopped
 KILLED = 137
 CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # operations that need space
 CHANGES = (*CREATES, "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate")
-STORE = "store"  # that a command reads in its folder
+fork = multiprocessing.get_context("fork")
 
 
 class Operation(NamedTuple):
@@ -53,94 +49,61 @@ class Fault(NamedTuple):
         return cls(kind, int(at))
 
 
-class Outcome(NamedTuple):
-    code: int  # exit code; below 0, the signal that ended the process
-    text: str  # everything printed
+class Ended(NamedTuple):
+    """What a command ended with."""
 
-    @property
-    def last(self) -> str:
-        lines = re.split(r"[\r\n]|\x1b\[A", self.text)  # bars go back to their line, and up
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    code: int | str | None  # as in a `Result`; of a killed one what the system says
+    text: str = ""  # everything printed
+    operations: tuple[Operation, ...] = ()  # of a command without a fault
+    modules: tuple[str, ...] = ()  # that it had imported
+
+    def __str__(self) -> str:
+        return f"{self.code}\n{self.text[-3000:]}"
 
     def is_refusal(self, command: str) -> bool:
         """Whether the command ended with one clear line."""
-        return self.code == 1 and self.last.startswith(f"poss {command}: ") and "Traceback" not in self.text
-
-
-# --- a command in a process of its own ---
+        return isinstance(self.code, str) and self.code.startswith(f"poss {command}: ") and "Traceback" not in self.text
 
 
 class Child:
     """A forked process that runs `poss` in a folder, and meets the fault if one is given."""
 
-    def __init__(self, folder: Path, arguments: list[str], fault: Fault | None = None, record: Path | None = None):
-        reading, writing = os.pipe()
-        sys.stdout.flush()
-        self.pid, self._pipe, self._text = os.fork(), reading, b""
-        if not self.pid:
-            for stream in (1, 2):
-                os.dup2(writing, stream)
-            _run(folder, arguments, fault, record)
-        os.close(writing)
+    def __init__(self, folder: Path, arguments: list[str], fault: Fault | None = None):
+        self._messages, sending = fork.Pipe(duplex=False)
+        self.process = fork.Process(target=_run, args=(sending, folder, arguments, fault))
+        self.process.start()
+        sending.close()
 
-    def wait(self, seconds: float = SECONDS) -> Outcome | None:
-        """Its outcome; None if it is stopped, or still runs after so many seconds."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if select.select([self._pipe], [], [], 0.01)[0] and (piece := os.read(self._pipe, 2**16)):
-                self._text += piece
-                continue
-            pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
-            if pid and os.WIFSTOPPED(status):
-                return None
-            if pid:
-                while piece := os.read(self._pipe, 2**16):
-                    self._text += piece
-                os.close(self._pipe)
-                return Outcome(os.waitstatus_to_exitcode(status), self._text.decode(errors="replace"))
-        return None
+    def wait(self, seconds: float = SECONDS) -> Ended | None:
+        """What it ended with; None if it stops, or still runs after so many seconds."""
+        if not self._messages.poll(seconds):
+            return None
+        try:
+            return self._messages.recv()
+        except EOFError:  # it was killed
+            self.process.join()
+            return Ended(self.process.exitcode)
 
-    def end(self) -> Outcome:
-        """Its outcome; it is killed if it does not end."""
-        if (outcome := self.wait()) is None:
-            self.kill()
-            outcome = self.wait()
-            assert outcome is not None
-        return outcome
+    def end(self) -> Ended:
+        """What it ended with; it is killed if it does not end."""
+        ended = self.wait()
+        self.process.kill()
+        self.process.join()
+        return ended or Ended("it does not end")
 
     def resume(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.process.pid or 0, signal.SIGCONT)
 
 
-def _run(folder: Path, arguments: list[str], fault: Fault | None, record: Path | None) -> NoReturn:
-    """Run `poss` and end this process."""
-    code, operations = 1, []
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.argv = ["poss", *arguments]
+def _run(sending: Connection, folder: Path, arguments: list[str], fault: Fault | None) -> None:
+    operations: list[Operation] = []
+    watch(folder, operations.append) if fault is None else arm(fault, folder, sending)
     try:
-        with chdir(folder):
-            watch(folder, operations.append) if fault is None else arm(fault, folder)
-            cli.main()
-        code = 0
-    except SystemExit as stop:
-        if stop.code not in (None, 0, 1):
-            print(stop.code)
-        code = 0 if stop.code in (None, 0) else 1
+        result = run_in(folder, *arguments)
     except BaseException:
-        traceback.print_exc()
-    if record:
-        record.write_text(json.dumps([operations, list(sys.modules)]))
-    sys.stdout.flush()
-    os._exit(code)
-
-
-def recorded(record: Path) -> tuple[list[Operation], list[str]]:
-    """The operations of a finished command, and the modules that it had imported."""
-    operations, modules = json.loads(record.read_text())
-    return [Operation(*operation) for operation in operations], modules
+        result = Result(1, "", traceback.format_exc())
+    sending.send(Ended(result.code, f"{result.out}{result.err}", tuple(operations), tuple(sys.modules)))
+    os._exit(0)
 
 
 # --- faults ---
@@ -177,41 +140,30 @@ def _absolute(event: str, arguments: tuple) -> str:
     return os.path.abspath(path)
 
 
-def arm(fault: Fault, folder: Path) -> None:
-    """Make this process meet the fault."""
+def arm(fault: Fault, folder: Path, sending: Connection) -> None:
+    """Make this process meet the fault; before it stops it says so."""
     if fault.kind == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (fault.at, resource.RLIM_INFINITY))
-    else:
-        number, written = 0, folder
+        return
+    number, written = 0, folder
 
-        def see(operation: Operation) -> None:
-            nonlocal number, written
-            number += 1
-            if number == fault.at or (number > fault.at and fault.kind == "full"):
-                ACTS[fault.kind](operation, Path(operation.path if operation.event == "os.chmod" else written))
-            if operation.event == "open":
-                written = operation.path
+    def see(operation: Operation) -> None:
+        nonlocal number, written
+        number += 1
+        if fault.kind == "full" and number >= fault.at and operation.event in CREATES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
+        if fault.kind != "full" and number == fault.at:
+            end_or_stop(Path(operation.path if operation.event == "os.chmod" else written))
+        if operation.event == "open":
+            written = Path(operation.path)
 
-        watch(folder, see)
+    def end_or_stop(written: Path) -> None:
+        if fault.kind == "beside":
+            sending.send(None)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        if fault.kind == "torn" and written.is_file():
+            os.truncate(written, written.stat().st_size // 2)
+        os._exit(KILLED)
 
-
-def _kill(operation: Operation, written: Path) -> None:
-    os._exit(KILLED)
-
-
-def _tear(operation: Operation, written: Path) -> None:
-    if written.is_file():
-        os.truncate(written, written.stat().st_size // 2)
-    os._exit(KILLED)
-
-
-def _fill(operation: Operation, written: Path) -> None:
-    if operation.event in CREATES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), operation.path)
-
-
-def _stop(operation: Operation, written: Path) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-ACTS = {"kill": _kill, "foreign": _kill, "torn": _tear, "full": _fill, "beside": _stop}
+    watch(folder, see)

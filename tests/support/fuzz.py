@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, signature
+from itertools import cycle
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -16,14 +17,12 @@ from poss_lightning import cli
 
 SMALL = [1, 2, 3, 5]
 NUMBERS = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
-TEXTS = ["", " ", "null", "nowhere", "a" * 300, "[", "[2,2", "{a: b"]
-TEXTS += ["<|im_end|>", "\x1b[31m", "..", "é\udcff", "a\nb", "%s"]
-ODD = [*map(str, NUMBERS), *TEXTS]
+ODD = [*map(str, NUMBERS), "", " ", "null", "nowhere", "a" * 300, "[", "[2,2", "{a: b"]
+ODD += ["<|im_end|>", "\x1b[31m", "..", "é\udcff", "a\nb", "%s"]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
 PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
-OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " "]
-OUTS += ["mine", "mine/notes.txt", "mine/notes.txt/x"]
+OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " ", "mine", "mine/notes.txt/x"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\x00", "\ud800", "\u2028", "<script>", "\x1b[2J", " ", "a" * 3000]
 
 
@@ -74,15 +73,16 @@ def record() -> st.SearchStrategy[Any]:
     role = st.sampled_from(["user", "assistant", "system", "human", "gpt", "tool", "", 3])
     dialects = ({"role": role, "content": content}, {"from": role, "value": content})
     turns = st.lists(st.one_of(map(st.fixed_dictionaries, dialects)), max_size=4)
-    names = {"id": st.none() | st.integers() | st.text(max_size=5), "question_id": st.integers(0, 3)}
-    forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3), "prompt": content}
-    good = st.builds(_talk, st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4))
-    json_value = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5), st.lists)
-    return good | st.fixed_dictionaries({}, optional=names | forms) | json_value
+    forms = {"messages": turns, "conversations": turns, "turns": st.lists(content, max_size=3)}
+    forms |= dict.fromkeys(("prompt", "id", "question_id"), content)
+    texts = st.lists(st.sampled_from(SPECIAL) | st.text(max_size=20), min_size=2, max_size=4)
+    good = texts.map(lambda texts: {"messages": [*map(_message, cycle(("user", "assistant")), texts)]})
+    anything = st.recursive(content | st.floats(), st.lists)
+    return good | st.fixed_dictionaries({}, optional=forms) | anything
 
 
-def _talk(contents: list[str]) -> dict:
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": each} for i, each in enumerate(contents)]}
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def corpus() -> st.SearchStrategy[bytes]:
@@ -94,18 +94,12 @@ def corpus() -> st.SearchStrategy[bytes]:
 # --- command lines ---
 
 TINY = {"target": "{inputs}/target", "dtype": "float32", "device": "cpu"}
-LIKELY = {  # by option: values with which a command can run at all, tried as often as any others
-    **TINY,
-    "draft": "{inputs}/draft",
-    "drafts.d": "{inputs}/draft",
+LIKELY = {  # by name: places with which a command can run at all, tried as often as any others
     "store": "{inputs}/store",
-    "stores": "[{inputs}/store]",
-    "start_from": "{inputs}/draft",
     "source": "{inputs}/draft",
     "records": "{inputs}/records",
     "corpus": "{inputs}/mine/corpus.jsonl",
     "folder": "{inputs}/mine",
-    "name": "draft/poss2.yaml",
     "out": "out",
 }
 SUITES = "[{inputs}/suite.jsonl]"
@@ -118,8 +112,8 @@ ALWAYS = {  # without which a command may take minutes, or print pages
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
-SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
-FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
+FIT = ("accelerator=cpu", "precision=32-true", "max_steps=1", "limit_val_batches=0", "callbacks=null")
+FIT += ("logger=false", "enable_checkpointing=false")
 
 
 @st.composite
@@ -128,7 +122,7 @@ def command_lines(draw: Callable, name: str) -> Command:
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
-        arguments = [name, *FIT, *draw(_training())]
+        arguments = [name, *(f"--trainer.{option}" for option in FIT), *draw(_training())]
     else:
         names, arguments = draw(_options(name))
     if (config := draw(_config(names))) is not None:
@@ -141,8 +135,8 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
     """Names of a tool's options, and a command line of it."""
     parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
-    ending = {"synthesize": ".jsonl"}.get(name, "")
-    arguments = [name, *(f"{draw(_argument(each))}{ending * (each.name == 'out')}" for each in needed)]
+    ending = ".jsonl" if name == "synthesize" else ""
+    arguments = [name, *(draw(_argument(each)) + ending for each in needed)]
     given = {option: text for option, text in TINY.items() if option in parameters} | ALWAYS.get(name, {})
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}
     for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):
@@ -171,13 +165,11 @@ def _training() -> st.SearchStrategy[list[str]]:
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.training.module import SpecialistTraining
 
-    options = [
-        (f"{part}.{name}", parameter.annotation)
-        for part, made in (("model", SpecialistTraining), ("data", FeatureData))
-        for name, parameter in signature(made).parameters.items()
-        if name != "store"
-    ]
-    one = st.sampled_from(options).flatmap(lambda option: value(option[1]).map(lambda text: f"--{option[0]}={text}"))
+    options = {}
+    for part, made in (("model", SpecialistTraining), ("data", FeatureData)):
+        options |= {f"--{part}.{name}": each.annotation for name, each in signature(made).parameters.items()}
+    del options["--model.store"], options["--data.store"]
+    one = st.sampled_from([*options]).flatmap(lambda name: value(options[name]).map(f"{name}={{}}".format))
     start = ["--data.store={inputs}/store", "--data.validation=0.2", "--model.allocation=[1, 1]"]
     return st.lists(one, max_size=3).map(lambda more: [*start, *more])
 

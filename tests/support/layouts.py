@@ -9,6 +9,9 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.command import unchanged
+from tests.support.tiny import SIZE
+
 D, INNER, VOCABULARY = 32, 48, 320  # of the tiny target
 SHAPES = {  # of a published layer
     "self_attn.q_proj.weight": (32, D),
@@ -20,38 +23,28 @@ SHAPES = {  # of a published layer
     "mlp.down_proj.weight": (D, INNER),
     "post_attention_layernorm.weight": (D,),
 }
-CONFIG = {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
+CONFIG = SIZE | {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
     "architectures": ["LlamaForCausalLM"],
-    "bos_token_id": 0,
-    "eos_token_id": 1,
     "hidden_act": "silu",
-    "hidden_size": D,
-    "initializer_range": 0.02,
-    "intermediate_size": INNER,
     "max_position_embeddings": 2048,
     "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_hidden_layers": 1,
-    "pad_token_id": 0,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
     "transformers_version": "4.28.1",
     "use_cache": True,
-    "vocab_size": VOCABULARY,
 }
 
 
 def put(folder: Path, tensors: dict[str, Tensor], kind: str = "safetensors", **config) -> Path:
     """A folder as it is published: "safetensors" or "bin", in one file or in "shards"."""
     folder.mkdir(parents=True, exist_ok=True)
-    safe = "safetensors" in kind
     if "shards" in kind:
-        save_torch_state_dict(tensors, folder, max_shard_size=20_000, safe_serialization=safe)
+        save_torch_state_dict(tensors, folder, max_shard_size=20_000, safe_serialization="safetensors" in kind)
         assert len(list(folder.iterdir())) > 3
-    elif safe:
+    elif kind == "safetensors":
         save_file(tensors, folder / "model.safetensors")
     else:
         torch.save(tensors, folder / "pytorch_model.bin")
@@ -88,8 +81,6 @@ class Code:
 
 def refused(convert, tmp_path: Path, words: str, *arguments: object) -> None:
     """In one line, and nothing is left."""
-    before = sorted(tmp_path.rglob("*"))
-    with pytest.raises((ValueError, OSError)) as caught:
+    with unchanged(tmp_path), pytest.raises((ValueError, OSError)) as caught:
         convert(*arguments)
     assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert sorted(tmp_path.rglob("*")) == before

@@ -9,39 +9,12 @@ from torch import Tensor
 
 def attention(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """One query (H, d) over a list of keys and values (kv heads, d): (H, d)."""
-    groups = query.shape[0] // keys[0].shape[0]
     rows = []
-    for head in range(query.shape[0]):
-        k = torch.stack([key[head // groups] for key in keys])
-        v = torch.stack([value[head // groups] for value in values])
-        rows.append((k @ query[head] * query.shape[-1] ** -0.5).softmax(0) @ v)
+    for head, q in enumerate(query):
+        shared = head * len(keys[0]) // len(query)
+        k, v = (torch.stack([each[shared] for each in given]) for given in (keys, values))
+        rows.append((k @ q * len(q) ** -0.5).softmax(0) @ v)
     return torch.stack(rows)
-
-
-class SlotBySlot:
-    """A drafter with plain lists for a cache, fed one slot at a time, that re-projects everything at every step."""
-
-    def __init__(self, draft):
-        self.draft = draft
-        self.slots: list[tuple[Tensor, int, int]] = []  # z (Z,), position and first reader of every slot it may see
-
-    def output(self, k: int) -> Tensor:
-        """Pass k's prediction at the newest slot, which sees all the others: (D,)."""
-        layer = self.layer(k)
-        pairs = [self.keys_values(*slot, k) for slot in self.slots][-(self.draft.config.window or 0) :]
-        z, position, _ = self.slots[-1]
-        query = layer.queries(z[None, None], self.draft.rope_at(torch.tensor([[position]])))[0, :, 0]
-        attended = attention(query, [key for key, _ in pairs], [value for _, value in pairs])
-        return layer.after_attention(z[None, None], attended[None, :, None])[0, 0]
-
-    def keys_values(self, z: Tensor, position: int, first: int, k: int) -> tuple[Tensor, Tensor]:
-        """Those of a slot that k reads: (kv heads, d) twice."""
-        maker = self.layer(first if self.draft.config.kv == "shared" else k)
-        key, value = maker.keys_values(z[None, None], self.draft.rope_at(torch.tensor([[position]])))
-        return key[0, :, 0], value[0, :, 0]
-
-    def layer(self, k: int):
-        return self.draft.layers[self.draft.config.specialist_at(k)]
 
 
 def rms_norm(x: Tensor, norm) -> Tensor:
@@ -58,18 +31,33 @@ def chain(draft, embedded: Tensor, features: Tensor, start: int, depth: int) -> 
     Returns:
         K outputs (D,): pass k stands at slot start + k - 1.
     """
-    drafter = SlotBySlot(draft)
-    for slot in range(start + 1):
-        left = fuse(draft, features[slot])[None, None]
-        drafter.slots.append((draft.join(embedded[slot][None, None], left)[0, 0], slot, 1))
-    outputs = []
+    slots, outputs = [], []  # what is joined, the angles, and the first pass that reads it, of each slot
+
+    def append(left: Tensor, first: int) -> None:
+        position = len(slots)
+        joined = draft.join(embedded[position][None, None], left[None, None])
+        slots.append((joined, draft.rope_at(torch.tensor([[position]])), first))
+
+    def layer(k: int):
+        return draft.layers[draft.config.specialist_at(k)]
+
+    def output(k: int) -> Tensor:
+        """Pass k's prediction at the newest slot, which sees all the others, projected anew: (D,)."""
+        pairs = []
+        for joined, angles, first in slots[-(draft.config.window or 0) :]:
+            pairs.append(layer(first if draft.config.kv == "shared" else k).keys_values(joined, angles))
+        keys, values = ([x[0, :, 0] for x in each] for each in zip(*pairs, strict=True))
+        joined, angles, _ = slots[-1]
+        query = layer(k).queries(joined, angles)[0, :, 0]
+        return layer(k).after_attention(joined, attention(query, keys, values)[None, :, None])[0, 0]
+
+    for feature in features[: start + 1]:
+        append(fuse(draft, feature), 1)
     for k in range(1, depth + 1):
-        outputs.append(drafter.output(k))
-        slot = start + k
-        if slot == len(embedded):
+        outputs.append(output(k))
+        if len(slots) == len(embedded):
             break
-        left = rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1]
-        drafter.slots.append((draft.join(embedded[slot][None, None], left[None, None])[0, 0], slot, k + 1))
+        append(rms_norm(outputs[-1], draft.norm) if draft.config.norm_output else outputs[-1], k + 1)
     return outputs
 
 
@@ -88,12 +76,13 @@ def fuse(draft, read: Tensor) -> Tensor:
 def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
     """p and q after one slot: (V,) each."""
 
-    def logits(x):
+    def softmax(x):
         plain = head.double() @ x * scale
-        return plain if cap is None else cap * torch.tanh(plain / cap)
+        return (plain if cap is None else cap * torch.tanh(plain / cap)).softmax(-1)
 
-    drafted = logits(prediction) if draft_head is None else draft_head.double() @ prediction
-    return logits(feature).softmax(-1), drafted.softmax(-1)
+    return softmax(feature), softmax(prediction) if draft_head is None else (draft_head.double() @ prediction).softmax(
+        -1
+    )
 
 
 def pass_losses(weights, predictions, features, counts, head, slot_weights=None, **between):
@@ -110,14 +99,12 @@ def pass_losses(weights, predictions, features, counts, head, slot_weights=None,
         }
         return sum(weight * terms[name] for name, weight in weights.items())
 
-    sums = []
-    for k, prediction in enumerate(predictions, 1):
-        total = torch.zeros((), dtype=torch.float64)
-        for row, column in (counts >= k).nonzero().tolist():
+    sums = torch.zeros(len(predictions), dtype=torch.float64)
+    for k, prediction in enumerate(predictions):
+        for row, column in (counts > k).nonzero().tolist():
             found = value(prediction[row, column].double(), features[row, column].double())
-            total = total + found * (1 if slot_weights is None else slot_weights[k - 1][row][column])
-        sums.append(total)
-    return torch.stack(sums)
+            sums[k] += found * (1 if slot_weights is None else slot_weights[k][row][column])
+    return sums
 
 
 def dpace(predictions, features, counts, head, **between):
@@ -126,9 +113,9 @@ def dpace(predictions, features, counts, head, **between):
     weights = [[[0.0] * count for _ in range(batch)] for _ in predictions]
     for row, start in product(range(batch), range(count)):
         reached = [1.0]
-        for k, prediction in enumerate(predictions):
+        for k, prediction in enumerate(predictions[: count - start]):
             slot = start + k
-            if slot >= count or counts[row, slot] < k + 1:
+            if counts[row, slot] < k + 1:
                 break
             p, q = _distributions(prediction[row, slot], features[row, slot], head, **between)
             reached.append(reached[-1] * float(0.5 * q[p.argmax()].detach() + 0.5))
@@ -154,25 +141,21 @@ def noise(seed: int, place: int, token: int) -> float:
 
 def ancestor_mask(parents: list[int]) -> list[list[bool]]:
     table = [[False] * len(parents) for _ in parents]
-    for node in range(len(parents)):
-        here = node
-        table[node][here] = True
-        while here != 0:
-            here = parents[here]
-            table[node][here] = True
+    for node, row in enumerate(table):
+        row[0] = True
+        while node:
+            row[node], node = True, parents[node]
     return table
 
 
 def judge(tokens: list[int], parents: list[int], choice: list[int]) -> tuple[list[int], list[int]]:
     """Walk from the root to the child that is the target's choice: nodes of the path, and the tokens emitted."""
-    path, emitted = [0], []
-    while True:
-        wanted = choice[path[-1]]
-        emitted.append(wanted)
-        children = [n for n in range(1, len(tokens)) if parents[n] == path[-1] and tokens[n] == wanted]
-        if not children:
-            return path, emitted
+    path, emitted, children = [], [], [0]
+    while children:
         path.append(children[0])
+        emitted.append(choice[path[-1]])
+        children = [n for n in range(1, len(tokens)) if (parents[n], tokens[n]) == (path[-1], emitted[-1])]
+    return path, emitted
 
 
 class PublishedDraft:
@@ -191,35 +174,24 @@ class PublishedDraft:
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
 
-    def heads(self, name: str, x: Tensor, count: int) -> list[Tensor]:
-        """Queries, keys or values of slots (T, D), head by head: (T, d) each."""
-        return list(self.linear(name, x).chunk(count, dim=-1))
-
     def frequency(self, i: int, half: int) -> float:
         """Of pair i: theta^(-2i/d), and with rope_scaling as Llama 3.1's reference code (`apply_scaling`) has it."""
         frequency, scaling = self.config["rope_theta"] ** (-i / half), self.config.get("rope_scaling")
         if not scaling:
             return frequency
         assert scaling["rope_type"] == "llama3"
-        length, wave = scaling["original_max_position_embeddings"], 2 * math.pi / frequency
-        if wave < length / scaling["high_freq_factor"]:
-            return frequency
-        if wave > length / scaling["low_freq_factor"]:
-            return frequency / scaling["factor"]
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        smooth = (length / wave - low) / (high - low)
-        return (1 - smooth) * frequency / scaling["factor"] + smooth * frequency
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0), 1)
+        return kept * frequency + (1 - kept) * frequency / scaling["factor"]
 
     def rope(self, x: Tensor) -> Tensor:
-        """Pairs (i, i + d/2) of slot t by t times their frequency."""
+        """Pairs (i, i + d/2) of slot t by t times their frequency: (T, d) -> (T, d)"""
         half = x.shape[-1] // 2
-        turned = x.clone()
-        for t in range(len(x)):
-            for i in range(half):
-                angle = torch.tensor(t * self.frequency(i, half))
-                turned[t, i] = x[t, i] * angle.cos() - x[t, i + half] * angle.sin()
-                turned[t, i + half] = x[t, i + half] * angle.cos() + x[t, i] * angle.sin()
-        return turned
+        angles = torch.tensor([[t * self.frequency(i, half) for i in range(half)] for t in range(len(x))])
+        first, second = x.chunk(2, dim=-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         scale = (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).rsqrt()
@@ -232,9 +204,10 @@ class PublishedDraft:
             cache: keys and values of the first slots, whoever made them; those of the others join it.
         """
         count, shared = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        queries = [self.rope(head) for head in self.heads(f"{of}.self_attn.q_proj", x, count)]
-        keys = [self.rope(head) for head in self.heads(f"{of}.self_attn.k_proj", x, shared)]
-        values = self.heads(f"{of}.self_attn.v_proj", x, shared)
+        sizes = {"q": count, "k": shared, "v": shared}
+        made = {name: self.linear(f"{of}.self_attn.{name}_proj", x).chunk(size, -1) for name, size in sizes.items()}
+        queries, keys = ([self.rope(head) for head in made[name]] for name in "qk")
+        values = made["v"]
         if cache is not None:
             made = [*keys, *values]
             old = cache or [each[:0] for each in made]

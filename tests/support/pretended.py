@@ -3,14 +3,15 @@
     host      torch.tensor([1, 2])  ──── .to(DEVICE) ───▶  Pretended   a copy, so that nothing is shared by accident
     device    Pretended + Pretended                     =  Pretended   computed on the CPU, so with the CPU's values
               Pretended + tensor of the host            =  DeviceError, but for a number (0-dim) where CUDA takes one
-              .item(), .tolist(), x[mask], .to("cpu")      a `Wait`: the host waits until the device has come so far
+              .item(), .tolist(), x[mask], .to("cpu")      a wait: the host waits until the device has come so far
 
 What it cannot show: kernels, streams, times, and lines that ask whether a device is CUDA's.
 """
 
 from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -38,44 +39,32 @@ FLOAT = ("cumsum", "exp", "linalg_vector_norm", "log", "log_softmax.int", "norm.
 FLOAT += ("rms_norm", "rsqrt", "softmax.int", "smooth_l1_loss", "sum", "sum.dim_IntList")
 
 
-class Wait(NamedTuple):
-    """The host waits for the device."""
-
-    what: str
-    place: str  # file and function of the package that ask for it, else "elsewhere"
+MODULE = SimpleNamespace(  # what torch asks of `torch.pretend`
+    is_available=lambda: True,
+    device_count=lambda: 1,
+    manual_seed_all=lambda seed: None,  # random numbers are the CPU's
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    _is_in_bad_fork=lambda: False,
+)
 
 
 class PretendedDevice(TorchDispatchMode):
     """While it is entered, there is a device `DEVICE`.
 
     Attributes:
-        waits: of the host, so far.
+        waits: of the host, so far: which function of the package waits, and for what.
         captures: graphs captured so far.
         graph: the one that is captured now.
+        pinned: memory of the host that the device reads by itself.
     """
 
     def __init__(self):
         super().__init__()
         register()
-        self.waits: list[Wait] = []
+        self.waits: list[str] = []
         self.captures = 0
         self.graph: Graph | None = None
-        self.usual: list[bool] = []  # torch's setting, each time that it is entered
-        self.pinned: dict[int, Tensor] = {}  # memory of the host that the device reads by itself
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and to skip it would cost time at every operation
-
-    def __enter__(self):
-        # `torch.tensor(..., device=DEVICE)` then makes a tensor of the host, and moves it, as it does for CUDA.
-        self.usual.append(torch._C._only_lift_cpu_tensors())
-        torch._C._set_only_lift_cpu_tensors(True)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        torch._C._set_only_lift_cpu_tensors(self.usual.pop())
-        return super().__exit__(*error)
+        self.pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         call = Call(func, args, kwargs or {})
@@ -86,11 +75,11 @@ class PretendedDevice(TorchDispatchMode):
                 return func.decompose(*args, **call.kwargs)
         if not call.on_device:
             return func(*args, **call.kwargs)
-        if func is aten._fused_sdp_choice.default:
-            return 0  # attention that consists of other operations
         call.check_devices()
         if what := call.synchronises(self.pinned):
-            self._wait(what)
+            if self.graph:
+                raise DeviceError(f"{place()}: {what}, while a graph is captured")
+            self.waits.append(f"{place()}: {what}")
         return self._compute(call)
 
     def _compute(self, call: "Call") -> Any:
@@ -119,12 +108,6 @@ class PretendedDevice(TorchDispatchMode):
         self.pinned[copy.untyped_storage().data_ptr()] = copy
         return copy
 
-    def _wait(self, what: str) -> None:
-        wait = Wait(what, place())
-        if self.graph:
-            raise DeviceError(f"{wait.place}: {what}, while a graph is captured")
-        self.waits.append(wait)
-
 
 @cache
 def register() -> tuple[torch.library.Library, ...]:
@@ -132,7 +115,9 @@ def register() -> tuple[torch.library.Library, ...]:
 
     What is returned must be kept.
     """
-    _setup_privateuseone_for_python_backend("pretend", backend_module=_Module())
+    _setup_privateuseone_for_python_backend("pretend", backend_module=MODULE)
+    # `torch.tensor(..., device=DEVICE)` then makes a tensor of the host, and moves it, as it does for CUDA.
+    torch._C._set_only_lift_cpu_tensors(True)
     others, listed = (torch.library.Library(namespace, "IMPL", AUTOCAST) for namespace in ("_", "aten"))
     others.fallback(torch.library.fallthrough_kernel)
     for names, dtype in ((LOWERED, None), (FLOAT, torch.float32)):
@@ -141,28 +126,6 @@ def register() -> tuple[torch.library.Library, ...]:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):  # as on CUDA, all weights at once
         import_module(module)._foreach_supported_types.append(Pretended)
     return others, listed
-
-
-class _Module:
-    """What torch asks of `torch.pretend`."""
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Random numbers are the CPU's."""
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
 
 
 def _autocast(operation: Any, dtype: torch.dtype | None, /, *args: Any, **kwargs: Any) -> Any:

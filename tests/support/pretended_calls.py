@@ -63,24 +63,11 @@ class Pretended(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise DeviceError(f"{func} is called where no `PretendedDevice` is entered")
 
-    @property
-    def is_cuda(self) -> bool:
-        return True
-
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        copy = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, self.requires_grad)
-        return memo.setdefault(id(self), copy)
-
-    def __repr__(self, **kwargs: Any) -> str:
-        return f"Pretended({self.host})"
 
 
 class Rules(NamedTuple):
@@ -92,17 +79,13 @@ class Rules(NamedTuple):
     takes_numbers: bool  # of the host, beside tensors of the device
     consists_of_others: bool
 
-    @classmethod
-    @cache
-    def of(cls, func: Any) -> "Rules":
-        arguments, packet = func._schema.arguments, func.overloadpacket
-        return cls(
-            packet,
-            [argument.name for argument in arguments],
-            frozenset(argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write),
-            torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS,
-            func._can_decompose(),
-        )
+
+@cache
+def rules_of(func: Any) -> Rules:
+    arguments, packet = func._schema.arguments, func.overloadpacket
+    writes = frozenset(each.name for each in arguments if each.alias_info and each.alias_info.is_write)
+    takes_numbers = torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS
+    return Rules(packet, [each.name for each in arguments], writes, takes_numbers, func._can_decompose())
 
 
 class Call:
@@ -110,7 +93,7 @@ class Call:
 
     def __init__(self, func: Any, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.rules = Rules.of(func)
+        self.rules = rules_of(func)
         self.by_name = dict(zip(self.rules.names, args, strict=False)) | kwargs
         self.device_tensors = [tensor for tensor in tensors_of(self.by_name) if isinstance(tensor, Pretended)]
         asked = kwargs.get("device")
@@ -146,13 +129,11 @@ class Call:
     def synchronises(self, pinned: dict[int, Tensor]) -> str | None:
         """Why the host waits; None where it does not."""
         packet = self.rules.packet
-        if packet in SIZED_BY_VALUES:
-            return str(packet)
         if packet in INDEXING:
             return self._index_synchronises()
         if packet in COPYING:
             return self._copy_synchronises(pinned)
-        return None
+        return str(packet) if packet in SIZED_BY_VALUES else None
 
     def _index_synchronises(self) -> str | None:
         indices = [index for index in self.args[1] if index is not None]
@@ -163,10 +144,14 @@ class Call:
         return None if all(isinstance(index, Pretended) for index in indices) else "an index from the host"
 
     def _copy_synchronises(self, pinned: dict[int, Tensor]) -> str | None:
-        new = self.rules.packet is aten._to_copy
-        source, target = (self.by_name["self"], None) if new else (self.by_name["src"], self.by_name["self"])
-        there = self.asked == DEVICE.type if new else isinstance(target, Pretended)
-        if isinstance(source, Pretended) == there or (new and self.asked is None):
+        if self.rules.packet is aten.copy_:
+            source, target = self.by_name["src"], self.by_name["self"]
+            there = isinstance(target, Pretended)
+        elif self.asked:
+            source, target, there = self.by_name["self"], None, self.asked == DEVICE.type
+        else:
+            return None
+        if isinstance(source, Pretended) == there:
             return None
         host = source if there else target  # None where torch makes it, which is then pinned
         is_pinned = host is None or host.untyped_storage().data_ptr() in pinned

@@ -43,24 +43,18 @@ class Step(NamedTuple):
     made: list[Tensor]  # by it, in the graph's pool
 
 
-class Pool:
-    """The memory that captures allocate, which is never given back. Graphs share it, for they never run at once."""
-
-    def __init__(self):
-        self.storages: dict[int, Storage] = {}
-
-
 class Graph:
-    """A `torch.cuda.CUDAGraph`."""
+    """A `torch.cuda.CUDAGraph`. Its pool is memory that is never given back; graphs share it, as they run in turn."""
 
     def __init__(self):
         self.steps: list[Step] = []
         self.own: dict[int, Storage] = {}  # that it makes, in its pool
         self.outside: dict[int, tuple[weakref.ref[Memory], str]] = {}  # memory that is not the pool's, and who uses it
         self.before: dict[int, tuple[Storage, Storage]] = {}  # storages that it writes, and what they held
+        self.storages: dict[int, Storage] = {}  # of the pool
 
-    def pool(self) -> Pool:
-        return self._pool
+    def pool(self) -> dict[int, Storage]:
+        return self.storages
 
     def replay(self) -> None:
         """Do all of it again.
@@ -79,21 +73,18 @@ class Graph:
                 for tensor, result in zip(made, results if made else [], strict=True):
                     tensor.copy_(result)
 
-    def begin(self, pool: Pool | None) -> None:
-        self._pool = pool or Pool()
-
     def end(self) -> None:
         """Put back what was written. What was made keeps its values: the next capture may compute with them."""
         for storage, value in self.before.values():
             storage.copy_(value)
         self.before.clear()
-        self._pool.storages.update(self.own)
+        self.storages.update(self.own)
 
     def add(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Note an operation, and compute it for now, so that shapes are known."""
         known = {storage_id(tensor): tensor for tensor in call.device_tensors}
         for storage, tensor in known.items():
-            if storage not in self.own and storage not in self._pool.storages:
+            if storage not in self.own and storage not in self.storages:
                 self.outside.setdefault(storage, (weakref.ref(tensor.memory), place()))
         written = call.written()
         for storage in map(storage_id, written):
@@ -114,10 +105,8 @@ def replace_cuda(monkeypatch: pytest.MonkeyPatch, device: PretendedDevice) -> No
     """Let what the package asks of `torch.cuda` for its graphs be the pretended device's."""
 
     @contextmanager
-    def capture(
-        graph: Graph, pool: Pool | None = None, stream: Any = None, capture_error_mode: str = "global"
-    ) -> Iterator[None]:
-        graph.begin(pool)
+    def capture(graph: Graph, pool: dict | None, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        graph.storages = graph.storages if pool is None else pool
         device.graph = graph
         try:
             yield

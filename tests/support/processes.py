@@ -42,9 +42,9 @@ def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> 
     return [rank.exitcode for rank in ranks]
 
 
-def printed(log: Path, most: int = 2000) -> str:
+def printed(log: Path) -> str:
     """The last characters that each rank printed."""
-    return "\n".join(path.read_text()[-most:] for path in sorted(log.parent.glob(f"{log.name}.*")))
+    return "\n".join(path.read_text()[-2000:] for path in sorted(log.parent.glob(f"{log.name}.*")))
 
 
 def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:

@@ -5,6 +5,7 @@ A run leaves the weights, a checkpoint of every second step, what the callbacks 
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,9 @@ def deepspeed(stage: int, **options: bool) -> DeepSpeed:
     return strategy
 
 
-STRATEGIES = {
-    "one": lambda: "auto",
-    "ddp": DDPStrategy,
-    "zero1": lambda: deepspeed(1),
-    "zero2": lambda: deepspeed(2),
-    "zero3": lambda: deepspeed(3),
-    "zero3-offload": lambda: deepspeed(3, offload_optimizer=True, offload_parameters=True),
-}
+STRATEGIES = {"one": lambda: "auto", "ddp": DDPStrategy}
+STRATEGIES |= {f"zero{stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}
+STRATEGIES |= {"zero3-offload": partial(deepspeed, 3, offload_optimizer=True, offload_parameters=True)}
 
 
 def accelerator_of(device: torch.device) -> str:
@@ -55,7 +51,7 @@ class Reductions(lightning.Callback):
     """Counts the numbers that were summed over the processes in every step."""
 
     def __init__(self):
-        self.now, self.steps = 0, Counter()
+        self.step, self.steps = 0, Counter()
         for name in dir(dist):
             if name.startswith(("all_reduce", "reduce")) and name != "reduce_op":
                 setattr(dist, name, self.counted(getattr(dist, name), place=int("scatter" in name)))
@@ -63,22 +59,22 @@ class Reductions(lightning.Callback):
     def counted(self, function, place: int):
         def reduce(*args, **kwargs):
             tensors = args[place] if len(args) > place else kwargs.get("input", kwargs.get("tensor"))
-            count = sum(t.numel() for t in tensors) if isinstance(tensors, list) else tensors.numel()
-            self.now += count
+            self.steps[self.step] += sum(t.numel() for t in (tensors if isinstance(tensors, list) else [tensors]))
             return function(*args, **kwargs)
 
         return reduce
 
     def on_train_start(self, trainer, pl_module):
-        self.now, self.steps = 0, Counter()
+        self.steps = Counter()
         if type(trainer.strategy) is DDPStrategy:
             trainer.strategy.model.register_comm_hook(None, allreduce_hook)  # the same in Python, so that it is counted
 
     def on_train_batch_start(self, trainer, pl_module, *_):
-        self.now, self.step = 0, trainer.global_step + 1  # what checkpoints gather is not counted
+        self.step = trainer.global_step + 1
+        self.steps[self.step] += 0  # a process alone reduces nothing
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        self.steps[self.step] += self.now
+        self.step = 0  # what checkpoints gather is not counted
 
 
 def keeps_no_copy(trainer: lightning.Trainer) -> None:
@@ -131,4 +127,5 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         draft = gather_draft(module.draft)
         if trainer.is_global_zero:
             save_file(draft.state_dict(), folder / "weights.safetensors")
+            del reductions.steps[0]
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))

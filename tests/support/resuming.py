@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic
 from poss_lightning.training.module import SpecialistTraining
+from tests.support.ranks import QUIET
 
 
 class Killed(Exception):
@@ -43,22 +44,11 @@ class Left(Kill):
 def fit(store, folder, kill=None, resume=None, every=1, model=None, **options):
     lightning.seed_everything(0)
     module = SpecialistTraining(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
-    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     kill = kill or Kill()
-    trainer = lightning.Trainer(
-        **{
-            "accelerator": "cpu",
-            "max_epochs": 3,
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "num_sanity_val_steps": 0,
-            "gradient_clip_val": 0.5,
-            "default_root_dir": folder,
-            "callbacks": [kill, keep],
-            **options,
-        }
-    )
+    keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
+    usual = {"accelerator": "cpu", "max_epochs": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 0.5}
+    usual |= {"default_root_dir": folder, "callbacks": [kill, keep]}
+    trainer = lightning.Trainer(**QUIET | usual | options)
     data = FeatureData(store, batch_tokens=256, validation=0.2)
     trainer.fit(module, data, ckpt_path=resume and folder / resume)
     return module, trainer, kill.seen

@@ -2,11 +2,10 @@
 
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -25,6 +24,8 @@ SETTINGS = {  # of vLLM, where the user set none
 }
 for name, value in SETTINGS.items():
     os.environ.setdefault(name, value)
+EXACT = {"dtype": "float32", "enforce_eager": True}
+IN_ORDER = {"max_num_seqs": 8, "enable_prefix_caching": False, "async_scheduling": False, "disable_log_stats": False}
 
 
 @dataclass
@@ -37,6 +38,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     rounds: list[tuple[int, list[int]]] = field(default_factory=list)
 
+    def note(self, step: Progress) -> None:
+        if step.tree is not None:
+            self.rounds.append((len(self.tokens), step.tree.tokens[0, 1:].tolist()))
+        self.tokens += step.tokens[0]
+
     @property
     def accepted(self) -> list[int]:
         """Drafted tokens that were accepted, round by round."""
@@ -47,17 +53,9 @@ class Answer:
 def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
     """Our engine's answers, on chains, one prompt at a time."""
     engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1, int8_head=False)
-    answers = []
-    for prompt in prompts:
-        answer = Answer()
-
-        def watch(step: Progress, answer: Answer = answer) -> None:
-            if step.tree is not None:
-                answer.rounds.append((len(answer.tokens), step.tree.tokens[0, 1:].tolist()))
-            answer.tokens += step.tokens[0]
-
-        engine.decode([prompt], limit, frozenset(), watch=watch)
-        answers.append(answer)
+    answers = [Answer() for _ in prompts]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        engine.decode([prompt], limit, frozenset(), watch=answer.note)
     return answers
 
 
@@ -66,37 +64,12 @@ def answer_plainly(target: Target, prompts: list[list[int]], limit: int) -> list
     return [Answer(decoded.tokens) for decoded in Autoregressive(target).decode(prompts, limit, frozenset())]
 
 
-@contextmanager
-def vllm_engine(target: Path, context: int, **options) -> Iterator:
-    """vLLM in this process, in float32, without what would hide or reorder rounds; `options` are of its `LLM`."""
-    from vllm import LLM
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    engine = LLM(
-        str(target),
-        dtype="float32",
-        max_model_len=context,
-        max_num_seqs=8,
-        enforce_eager=True,
-        enable_prefix_caching=False,
-        async_scheduling=False,
-        gpu_memory_utilization=0.3,
-        disable_log_stats=False,
-        **options,
-    )
-    try:
-        yield engine
-    finally:
-        del engine
-        gc.collect()
-        cleanup_dist_env_and_memory()
-
-
 def serve(
     target: Path, prompts: list[list[int]], limit: int, draft: Path | None = None, method: str = "eagle", depth: int = 6
 ) -> list[Answer]:
-    """vLLM's answers to all prompts at once; its rounds are read where they reach the scheduler."""
-    from vllm import SamplingParams, TokensPrompt
+    """vLLM's answers to all prompts at once, in this process; its rounds are read where they reach the scheduler."""
+    from vllm import LLM, SamplingParams, TokensPrompt
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.core.sched.scheduler import Scheduler
 
     rounds: dict[str, list[tuple[int, list[int]]]] = {}
@@ -108,18 +81,21 @@ def serve(
                 rounds.setdefault(name.split("-")[0], []).append((request.num_output_tokens, list(tokens)))
         told(scheduler, drafted)
 
-    options = {}
+    options = EXACT | IN_ORDER | {"gpu_memory_utilization": 0.3}
+    options["max_model_len"] = max(map(len, prompts)) + limit + 2 * depth  # near its end vLLM drafts nothing
     if draft is not None:
         options["speculative_config"] = {"method": method, "model": str(draft), "num_speculative_tokens": depth}
     sampling = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True, detokenize=False)
-    Scheduler.update_draft_token_ids = watch
-    try:
-        context = max(map(len, prompts)) + limit + 2 * depth  # near its end vLLM drafts nothing
-        with vllm_engine(target, context, **options) as engine:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scheduler, "update_draft_token_ids", watch)
+        engine = LLM(str(target), **options)
+        try:
             requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
             outputs = engine.generate(requests, sampling, use_tqdm=False)
-    finally:
-        Scheduler.update_draft_token_ids = told
+        finally:
+            del engine
+            gc.collect()
+            cleanup_dist_env_and_memory()
     return [Answer(list(output.outputs[0].token_ids), rounds.get(output.request_id, [])) for output in outputs]
 
 
@@ -129,14 +105,12 @@ def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: i
     ids = torch.arange(target.spec.vocab_size) if draft.vocabulary is None else draft.vocabulary
     rows = torch.full((target.spec.vocab_size,), -100)  # what the loss passes over
     rows[ids] = torch.arange(len(ids))
-    texts = [
-        prompt + answer.tokens for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True)
-    ]
     samples = []
-    for tokens in map(torch.tensor, texts):
+    for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True):
+        tokens = torch.tensor([prompt + answer.tokens])
         with torch.no_grad():
-            features, inner = target.text_layers(tokens[None], config.layers or (1,))
-        samples.append((tokens[None], inner.flatten(2) if config.reads_inner_layers else features))
+            features, inner = target.text_layers(tokens, config.layers or (1,))
+        samples.append((tokens, inner.flatten(2) if config.reads_inner_layers else features))
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for step in range(steps):
         tokens, draft_input = samples[step % len(samples)]

@@ -16,6 +16,7 @@ from poss_lightning.features.stream import collate
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
 from tests.support.ranks import CLIP, DATA, MODEL, STEPS
+from tests.support.tiny import spread
 
 Weights = dict[str, torch.Tensor]
 
@@ -24,15 +25,13 @@ def write_initial(path: Path, store: str, **changes) -> None:
     """Weights to start from, spread so that every specialist matters."""
     torch.manual_seed(0)
     draft = SpecialistTraining(store, **MODEL | changes).draft
-    for parameter in draft.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+    spread(draft)
     save_file(draft.state_dict(), path)
 
 
 def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **changes) -> Weights:
     module = SpecialistTraining(store, **MODEL | changes)
-    draft, depth = module.draft, module.draft.config.depth
+    draft, depth, embed_head = module.draft, module.draft.config.depth, module.embed_head
     draft.load_state_dict(load_file(initial))
     optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
     clipped = []
@@ -40,13 +39,10 @@ def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **cha
         sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
         for conversation in conversations:
             batch = collate([[conversation]])
-            embedded, packing = (
-                module.embed_head.embed(batch.tokens[:, 1:]),
-                Packing(batch.lengths, batch.positions[:, :-1]),
-            )
-            predictions = draft(embedded, batch.draft_input[:, :-1], depth, packing)
-            counts, given = batch.counts[:, :-1], (batch.features[:, 1:], module.embed_head.head)
-            sums = sums + plain_losses(draft, predictions, counts, batch.greedy[:, 1:], *given)
+            embedded, packing = embed_head.embed(batch.tokens[:, 1:]), Packing(batch.lengths, batch.positions[:, :-1])
+            predictions, counts = draft(embedded, batch.draft_input[:, :-1], depth, packing), batch.counts[:, :-1]
+            given = batch.greedy[:, 1:], batch.features[:, 1:], embed_head.head
+            sums = sums + plain_losses(draft, predictions, counts, *given)
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
         optimizer.zero_grad()
         (sums / slots * MODEL["gamma"] ** torch.arange(depth)).sum().backward()
@@ -82,11 +78,10 @@ def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
     """Of what training changed, relative."""
     start = load_file(initial)
     names = [name for name, value in start.items() if value.is_floating_point()]
-    wrong, changed = (
-        torch.cat([(a[name].double() - b[name].double()).flatten() for name in names]).norm()
-        for a, b in ((weights, wanted), (wanted, start))
+    found, expected, before = (
+        torch.cat([x[name].double().flatten() for name in names]) for x in (weights, wanted, start)
     )
-    return float(wrong / changed)
+    return float((found - expected).norm() / (expected - before).norm())
 
 
 def weights(folder: Path) -> Weights:

@@ -55,11 +55,11 @@ def dies_at(monkeypatch, name: str, when: str) -> None:
     replace = os.replace
 
     def dying_replace(source, destination):
-        if Path(destination).name == name:
-            if when == "after":
-                replace(source, destination)
+        dies = Path(destination).name == name
+        if not dies or when == "after":
+            replace(source, destination)
+        if dies:
             monkeypatch.setattr(files, "_remove", lambda folder: None)
             raise KeyboardInterrupt
-        replace(source, destination)
 
     monkeypatch.setattr(os, "replace", dying_replace)

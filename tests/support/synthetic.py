@@ -1,5 +1,7 @@
 """Made-up benchmark records, and rounds drawn with known acceptance, for the tests of statistics and report."""
 
+from itertools import product
+
 import numpy as np
 from scipy.special import expit
 
@@ -17,38 +19,29 @@ def make_records(
     seed: int = 0,
 ) -> list[Record]:
     """Every method on `prompts` prompts a suite, two turns, two repeats; prompts differ in how hard they are."""
-    draw = np.random.default_rng(seed)
-    return [
-        _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness)
-        for suite in suites
-        for prompt in range(prompts)
-        for hardness in [draw.normal(0, 0.05)]
-        for turn in range(2)
-        for repeat in range(2)
-        for method in methods
-    ]
-
-
-def _make_record(draw, suite, prompt, turn, method, repeat, rounds, hardness) -> Record:
-    accepted = [] if method in BASELINES else [_accepted(draw, SHARES[method], hardness) for _ in range(rounds)]
-    length = 1 + sum(accepted) + len(accepted) if accepted else 1 + rounds
-    total = 0.05 * (len(accepted) or length) * draw.uniform(0.9, 1.1)
-    return Record(
-        suite=suite,
-        id=prompt,
-        turn=turn,
-        method=method,
-        repeat=repeat,
-        seed=0,
-        prompt_tokens=10,
-        new_tokens=length,
-        accepted=accepted,
-        seconds={"verify": 0.8 * total, "total": total},
-        tokens=list(range(length)),
-        text=" ".join(f"w{place}" for place in range(length)),
-        pieces=[f"w{place} " for place in range(length)],
-        question=f"What is {suite} {prompt}, asked the {turn + 1}. time?",
-    )
+    draw, records = np.random.default_rng(seed), []
+    for suite, prompt in product(suites, range(prompts)):
+        hardness = draw.normal(0, 0.05)
+        for turn, repeat, method in product(range(2), range(2), methods):
+            drafted = 0 if method in BASELINES else rounds
+            accepted = [_accepted(draw, SHARES[method], hardness) for _ in range(drafted)]
+            length = 1 + (sum(accepted) + drafted or rounds)
+            total = 0.05 * (drafted or length) * draw.uniform(0.9, 1.1)
+            words = [f"w{place} " for place in range(length)]
+            which = {"suite": suite, "id": prompt, "turn": turn, "method": method, "repeat": repeat, "seed": 0}
+            record = Record(
+                **which,
+                prompt_tokens=10,
+                new_tokens=length,
+                accepted=accepted,
+                seconds={"verify": 0.8 * total, "total": total},
+                tokens=list(range(length)),
+                text="".join(words).strip(),
+                pieces=words,
+                question=f"What is {suite} {prompt}, asked the {turn + 1}. time?",
+            )
+            records.append(record)
+    return records
 
 
 def _accepted(draw, shares, hardness) -> int:
@@ -56,22 +49,22 @@ def _accepted(draw, shares, hardness) -> int:
     return (held + [False]).index(False)
 
 
-def rows_of(records, suite=ALL, **options):
+def rows_of(records, **options):
     found = summarise(by_method(records), **({"baseline": "plain"} | options))
-    return {row.method: row for row in found if row.suite == suite}
+    return {row.method: row for row in found if row.suite == ALL}
 
 
-def make_cells(choices=("eagle", "poss-1"), seeds=(0, 1, 2)):
+def make_cells(seeds=(0, 1, 2)):
     return {
         (choice, seed): make_records(("plain", choice), seed=10 * seed + place, prompts=4)
-        for place, choice in enumerate(choices)
+        for place, choice in enumerate(SHARES)
         for seed in seeds
     }
 
 
-def over_seeds(cells, reference="eagle", suite=ALL):
-    found = summarise(by_choice(cells), baseline="plain", reference=reference)
-    return {row.method: row for row in found if row.suite == suite}
+def over_seeds(cells):
+    found = summarise(by_choice(cells), baseline="plain", reference="eagle")
+    return {row.method: row for row in found if row.suite == ALL}
 
 
 # --- rounds alone, many experiments at once ---

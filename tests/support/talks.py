@@ -14,16 +14,11 @@ BLOCK = {"kind": "block", "block_layers": 2, "gamma": 0.78}
 
 
 def talks() -> list[Conversation]:
-    return [
-        Conversation(
-            str(i),
-            [
-                {"role": "user", "content": WORDS[i % 6]},
-                {"role": "assistant", "content": f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)},
-            ],
-        )
-        for i in range(40)
-    ]
+    found = []
+    for i in range(40):
+        asked, said = WORDS[i % 6], f"{WORDS[(i + 1) % 6]} {i} " * (1 + i % 3)
+        found.append(Conversation(str(i), [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]))
+    return found
 
 
 def shortened(path: Path) -> Path:

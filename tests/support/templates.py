@@ -1,4 +1,4 @@
-"""Chat templates of ten families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
+"""Chat templates of nine families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
 
 from tests.support.tiny import CHATML
 
@@ -28,12 +28,6 @@ VICUNA = (
     "{{ bos_token }}A chat. {% for message in messages %}{% if message.role == 'user' %}{{ 'USER: ' + message.content "
     "+ ' ' }}{% elif message.role == 'assistant' %}{{ 'ASSISTANT: ' + message.content + eos_token }}{% else %}"
     "{{ message.content + ' ' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
-)
-GEMMA = (  # names the assistant otherwise, trims, and has no system
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start>' + ('model' if message.role == 'assistant' else message.role) + '\n' + message.content | trim }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}"
 )
 QWEN3 = (  # thoughts of the last answer only, an empty one where it has none; tools
     "{%- set ns = namespace(last=-1) %}{%- if tools %}{{- '<tools>' + tools | tojson + '</tools>' }}{%- endif %}"
@@ -79,6 +73,6 @@ HARMONY = (  # as gpt-oss: channels, and another end where the chat continues
 )
 DATED = "Today is {{ strftime_now('%d %b %Y') }}\n" + CHATML  # as Llama-3.3
 FAMILIES = {
-    "chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL, "vicuna": VICUNA, "gemma": GEMMA,
+    "chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL, "vicuna": VICUNA,
     "qwen3": QWEN3, "deepseek-r1": R1, "qwen3-thinking": QWEN3_THINKING, "gpt-oss": HARMONY, "llama-3.3": DATED,
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """A tiny random target, its tokenizer and drafts for it: everything a law needs, in milliseconds."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -12,6 +14,19 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SIZE = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 LINES = [
     "The draft proposes what the target would say, and the target says it.\n\n\n",
@@ -26,34 +41,23 @@ def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 320) -> PreT
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(LINES, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=SPECIAL[0], eos_token=SPECIAL[1], pad_token=SPECIAL[2]
-    )
-    fast.chat_template = template
-    return fast
+    options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=vocab_size, **options))
+    named = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
 
 
 def tiny_model(seed: int = 0, **changes) -> LlamaForCausalLM:
     """A random Llama of two layers; its logits are spread enough to differ from token to token."""
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 320,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**(sizes | changes)))
+    return LlamaForCausalLM(LlamaConfig(**(SIZE | changes)))
+
+
+def write_target(folder: Path, seed: int = 0, **changes) -> str:
+    """The model and its tokenizer as a local folder."""
+    tiny_model(seed, **changes).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
 def tiny_target(seed: int = 0, **changes) -> Target:
@@ -65,13 +69,17 @@ def tiny_draft(
 ) -> Specialists:
     """Random specialists, differing enough from each other that a wrong one shows."""
     torch.manual_seed(seed)
-    depth = config.pop("depth", sum(allocation))
     size = None if vocabulary is None else len(vocabulary)
-    made = DraftConfig(target=target.spec, allocation=tuple(allocation), depth=depth, vocabulary_size=size, **config)
-    draft = Specialists(made, vocabulary)
+    sizes = {"allocation": tuple(allocation), "depth": sum(allocation), "vocabulary_size": size}
+    draft = Specialists(DraftConfig(target=target.spec, **sizes | config), vocabulary)
+    spread(draft, norms=not draft.config.predicts_feature)
+    return draft
+
+
+def spread(draft: Specialists, norms: bool = False) -> None:
+    """Draw matrices, and norms too, that are so far apart that every specialist matters."""
     for parameter in draft.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
-        elif not draft.config.predicts_feature:  # a norm's
+        elif norms:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return draft

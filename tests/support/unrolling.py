@@ -59,13 +59,12 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     tokens, _, features = inputs(target, start + 1, draft=draft)
     drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
     drafter.start(1, 64)
-    for part in (slice(0, 7), slice(7, start + 1)):  # in two rounds; how slots arrive makes no difference
-        if part.start:
+    for first, last in ((0, 7), (7, start + 1)):  # in two rounds; how slots arrive makes no difference
+        if first:
             drafter.draft_tree(Fixed(depth, depth + 1))
-        drafter.append_context(
-            tokens[:, part], features[:, part], torch.tensor([part.stop - part.start], device=device)
-        )
-        drafter.slots.advance_host([part.stop - part.start])
+        count = torch.tensor([last - first], device=device)
+        drafter.append_context(tokens[:, first:last], features[:, first:last], count)
+        drafter.slots.advance_host([last - first])
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
     chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
@@ -98,15 +97,14 @@ def packed_padded_alone(target: Target, draft: Specialists) -> tuple[Learnt, Lea
     def padded(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (0, 0, 0, max(lengths) - x.shape[1]))
 
-    edges = [(0, slice(0, 7)), (0, slice(7, 19)), (0, slice(19, 28))]
-    in_one = packed([lengths], sum(lengths), target.device)
-    one_a_row = packed([[n] for n in lengths], max(lengths), target.device)
-    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), in_one, edges)
-    rows = run(
-        *(torch.cat([padded(y) for y in x]) for x in zip(*texts, strict=True)),
-        one_a_row,
-        [(row, slice(0, n)) for row, n in enumerate(lengths)],
+    own = [(0, slice(0, n)) for n in lengths]
+    in_one, one_a_row = (
+        packed(rows, max(map(sum, rows)), target.device) for rows in ([lengths], [[n] for n in lengths])
     )
-    singles = [run(*text, None, [(0, slice(0, n))]) for text, n in zip(texts, lengths, strict=True)]
+    edges = [(0, slice(0, 7)), (0, slice(7, 19)), (0, slice(19, 28))]
+    together = run(*(torch.cat(x, 1) for x in zip(*texts, strict=True)), in_one, edges)
+    below = [torch.cat([*map(padded, x)]) for x in zip(*texts, strict=True)]
+    rows = run(*below, one_a_row, [(row, slots) for row, (_, slots) in enumerate(own)])
+    singles = [run(*text, None, [place]) for text, place in zip(texts, own, strict=True)]
     summed = [sum(parts) for parts in zip(*(single.gradients for single in singles), strict=True)]
-    return together, rows, Learnt([output for single in singles for output in single.outputs], summed)
+    return together, rows, Learnt([single.outputs[0] for single in singles], summed)
