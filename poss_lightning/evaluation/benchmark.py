@@ -131,8 +131,8 @@ def benchmark(
     sampling = check_options_fit(config)
     questions = read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    earlier = read_json(note).get("config", {}) if (note := Path(out, "run.json")).is_file() else {}
-    model.chat.template.freeze(earlier.get("chat_template_kwargs") or {})
+    earlier = read_json(note) if (note := Path(out, "run.json")).is_file() else {}
+    model.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
     config["chat_template_kwargs"] = model.chat.template.variables or None
     graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
     config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
@@ -149,6 +149,8 @@ def benchmark(
     trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
+        known = earlier.get("methods", {}).get(method, {})  # of a killed run; timed again, its choice might differ
+        engine["int8_head"] = known.get("int8_head")
         methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
         trainings[method] = describe_training(drafts[name])
     facts = {
