@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
@@ -22,7 +20,7 @@ from poss_lightning.draft.folder import SHIPPED
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import cell as module
 from poss_lightning.evaluation.cell import PlannedCell
-from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
+from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.evaluation.provenance import COMMIT
 from poss_lightning.evaluation.records import read_records, read_runs
 from poss_lightning.evaluation.replay import replay
@@ -31,22 +29,13 @@ from poss_lightning.files import sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
+from tests.support import writers
 from tests.support.inputs import write_suite
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
-TRAINER = {
-    "max_steps": 2,
-    "accelerator": "cpu",
-    "devices": 1,
-    "precision": "32-true",
-    "callbacks": [CALLBACK],
-    "val_check_interval": 2,
-    "check_val_every_n_epoch": None,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-}
+TRAINER = writers.TRAINER | {"max_steps": 2, "devices": 1, "callbacks": [CALLBACK], "enable_model_summary": False}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 
@@ -59,25 +48,19 @@ def stores(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def fit(stores) -> dict:
+def fit_on(store: Path, **trainer) -> dict:
     """What all trainings have in common."""
-    data = {"store": str(stores / "all"), "validation": 0.2}
-    return {"data": data, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
+    data, model = {"store": str(store), "validation": 0.2}, {"vocabulary_size": 50}
+    return {"data": data, "trainer": TRAINER | trainer, "model": model}
 
 
 @pytest.fixture
-def experiment(tmp_path, stores, fit):
+def experiment(tmp_path, stores):
     """A function that writes a sweep.yaml, with changes, and returns its folder."""
 
     def write(**changes):
-        given = {
-            "fit": fit,
-            "choices": ONE | {"two": {"model": {"allocation": [1, 1]}}},
-            "seeds": [0],
-            "replay": {"store": str(stores / "dev"), "nodes": 20},
-            "reference": "one",
-        }
+        measure = {"store": str(stores / "dev"), "nodes": 20}
+        given = writers.SWEEP | {"fit": fit_on(stores / "all"), "replay": measure, "reference": "one"}
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given | changes))
         return str(tmp_path)
 
@@ -85,22 +68,16 @@ def experiment(tmp_path, stores, fit):
 
 
 class Commands(list):
-    """The commands that ran, such as "fit one/seed-0"."""
+    """The commands that ran, such as "fit one/seed-0"; what `failing` names raises its error instead, once."""
 
-    failing: tuple[str, BaseException] | None = None
+    def __init__(self):
+        self.failing: dict[str, BaseException] = {}
 
     def record(self, command: str, folder: str | Path) -> None:
         name = f"{command} {'/'.join(Path(folder).parts[-2:])}"
-        if self.failing and name.startswith(self.failing[0]):
-            raise self.failing[1]
+        if name in self.failing:
+            raise self.failing.pop(name)
         self.append(name)
-
-    @contextmanager
-    def fail(self, name: str, error: BaseException) -> Iterator[None]:
-        """Within it, commands whose names begin so raise the error."""
-        self.failing = name, error
-        yield
-        self.failing = None
 
 
 @pytest.fixture
@@ -203,7 +180,8 @@ def test_shards_share_the_trainings_out(experiment):
 
 def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monkeypatch):
     folder = experiment()
-    with commands.fail("replay two", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    commands.failing["replay two/seed-0"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
         sweep(folder)
     assert commands == ["fit one/seed-0", "replay one/seed-0", "fit two/seed-0"]
     monkeypatch.chdir(tmp_path)
@@ -213,8 +191,8 @@ def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monk
 
 
 def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands):
-    failed = pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$")
-    with commands.fail("fit one/seed-0", RuntimeError("out of\nmemory")), failed:
+    commands.failing["fit one/seed-0"] = RuntimeError("out of\nmemory")
+    with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment())
     assert facts_of(tmp_path, "two")
     printed = capsys.readouterr()
@@ -230,15 +208,6 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
     assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
     out = capsys.readouterr().out
     assert "another process is training it" in out and "1 of 2 trainings are done" in out
-
-
-def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
-    sweep(experiment())
-    line, rows = facts_of(tmp_path, "two"), packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]
-    line["inputs"]["trainer/base.yaml"] = "another"
-    pack(tmp_path, "two", 0, line | {"scalars": {}}, [row | {"prompt_tokens": 999} for row in rows])
-    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
-        sweep(experiment())
 
 
 # --- settings and inputs ---
@@ -266,12 +235,11 @@ def test_settings_are_those_of_the_training(experiment):
 def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stores, commands):
     """Those of the training until it has written something, those of the measure until it has records."""
     cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(stores / "dev", tmp_path / "dev"))
-    failed = pytest.raises(ValueError, match="1 of 1 trainings failed")
-    with commands.fail("fit", ValueError("no step")), failed:
-        sweep(experiment(choices=ONE))
     given = {"choices": {"one": {"model": {"allocation": [1]}}}}
-    with commands.fail("replay", ValueError("no replay")), failed:
-        sweep(experiment(**given, replay={"store": copy}))
+    for command, begun in (("fit", {"choices": ONE}), ("replay", given | {"replay": {"store": copy}})):
+        commands.failing[f"{command} one/seed-0"] = ValueError("no step")
+        with pytest.raises(ValueError, match="1 of 1 trainings failed"):
+            sweep(experiment(**begun))
     assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
@@ -285,8 +253,7 @@ def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stor
 def test_a_finished_training_needs_no_store(experiment, tmp_path, stores, commands):
     """Nor does a measure that has its records."""
     copy = shutil.copytree(stores, tmp_path / "stores")
-    data, measure = {"store": str(copy / "all"), "validation": 0.2}, {"store": str(copy / "dev"), "nodes": 20}
-    folder = experiment(fit={"data": data, "trainer": TRAINER}, choices=ONE, replay=measure)
+    folder = experiment(fit=fit_on(copy / "all"), choices=ONE, replay={"store": str(copy / "dev")})
     sweep(folder)
     shutil.rmtree(copy / "all")
     (copy / "dev").rename(copy / "away")
@@ -380,30 +347,27 @@ def test_a_wrong_sweep_is_refused_before_anything_is_trained(experiment, tmp_pat
 def test_the_store_of_the_measure_must_be_of_the_draft_s_target_and_layers(experiment, tmp_path):
     for name, seed, layers in (("all", 0, (1, 2)), ("dev", 0, ()), ("other", 1, ())):
         write_store(tmp_path / name, tiny_target(seed, num_hidden_layers=4), talks(), **SIZES, layers=layers)
-    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
     eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3"}}}
     for name, words in (("dev", "keeps no outputs of layer"), ("other", "is of another target than the draft: ")):
         with pytest.raises(ValueError, match=rf"one, seed 0: .*{name} {words}"):
-            sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / name)}))
+            sweep(experiment(fit=fit_on(tmp_path / "all"), choices=eagle3, replay={"store": str(tmp_path / name)}))
 
 
 # --- processes ---
 
 
-def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, fit, monkeypatch, capsys):
+def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, stores, monkeypatch, capsys):
     """Lightning's other processes run the first one's command line, so that must be that of a fit alone."""
-    started = []
-    folder = experiment(fit=fit | {"trainer": TRAINER | {"devices": 2}}, choices=ONE)
 
-    def start(command, **options):
-        started.append((command[:5], options["env"]["PYTHONSAFEPATH"]))  # set for the processes that it starts, too
+    def start(command, *, env, **options):
+        assert command[:5] == [sys.executable, "-P", "-m", "poss_lightning.cli", "fit"]
+        assert env["PYTHONSAFEPATH"] == "1"  # for the processes that it starts, too
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
     monkeypatch.setattr(training, "Popen", start)
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
-        sweep(folder)
+        sweep(experiment(fit=fit_on(stores / "all", devices=2), choices=ONE))
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
-    assert started == [([sys.executable, "-P", "-m", "poss_lightning.cli", "fit"], "1")]
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 

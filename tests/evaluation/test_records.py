@@ -12,8 +12,6 @@ from poss_lightning.evaluation.cells import pack, packed_cells
 from poss_lightning.evaluation.records import (
     Record,
     by_cell,
-    check_drafts,
-    check_targets,
     read_records,
     read_sources,
     to_line,
@@ -118,12 +116,3 @@ def test_a_cell_keeps_the_scalars_that_are_read_and_older_cells_are_read(tmp_pat
     assert {cell[0].question for cell in by_cell(read_sources(tmp_path)).values()} == {None, "Why?"}
     pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it
     assert [record.question for record in read_records(tmp_path)] == [None, None]
-
-
-def test_a_name_is_of_one_draft_and_records_are_of_one_target():
-    runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c"}}}}  # as a replay's, whose trees are fixed
-    check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
-    with pytest.raises(ValueError, match=r"'hass' of a differs from that of b \(weights 5c and 37, depth 6 and 4\)"):
-        check_drafts(runs | {"b": {"methods": {"hass": {"depth": 4, "weights": "37"}}}})
-    runs = {"old": {"config": {"target": "b"}}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
-    check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})
