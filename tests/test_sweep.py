@@ -22,7 +22,7 @@ from poss_lightning.evaluation import cell as module
 from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.evaluation.provenance import COMMIT
-from poss_lightning.evaluation.records import read_records, read_runs
+from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.writing import write_store
 from poss_lightning.files import sha256
@@ -129,7 +129,6 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     """With real trainings: drafts, scalars, no checkpoints, nothing twice; and seeds differ."""
     folder = experiment(seeds=[3, 4], choices=ONE)
     sweep(folder)
-    assert {Path(place).parts[-2:] for place in read_runs(tmp_path / "cells")} == {("one", "seed-3"), ("one", "seed-4")}
     weights = []
     for seed in (3, 4):
         draft = Specialists.from_pretrained(tmp_path / f"cells/one/seed-{seed}/draft-last")

@@ -9,13 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from poss_lightning.evaluation.cells import pack, packed_cells
-from poss_lightning.evaluation.records import (
-    Record,
-    by_cell,
-    read_records,
-    read_sources,
-    to_line,
-)
+from poss_lightning.evaluation.records import Record, by_cell, read_records, read_sources, to_line
 
 RECORD = {
     "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
