@@ -30,7 +30,6 @@ from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
 from tests.support import writers
-from tests.support.inputs import write_suite
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
@@ -131,9 +130,9 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
         (cell,) = packed_cells(tmp_path / f"cells/one/seed-{seed}")
-        facts = cell.facts
-        assert cell.last_scalars()["val/loss"][0][1] > 0 and facts["settings"]["fit"]["data"]["seed"] == seed
-        assert facts["settings"]["fit"]["seed_everything"] == seed
+        settings = cell.facts["settings"]["fit"]
+        assert settings["data"]["seed"] == settings["seed_everything"] == seed
+        assert cell.last_scalars()["val/loss"][0][1] > 0
         assert not (tmp_path / f"cells/one/seed-{seed}/checkpoints").exists()
     assert not weights[0].equal(weights[1])
     first = capsys.readouterr().out
@@ -144,9 +143,8 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
 
 
 @pytest.mark.nightly
-def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
-    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
+def test_a_benchmark_measures_too(experiment, tmp_path, inputs, commands):
+    options = {"target": str(inputs / "target"), "dtype": "float32", "suites": [str(inputs / "suite.jsonl")]}
     sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
     records = read_records(tmp_path / "cells/one/seed-7")
     assert {record.method for record in records} == {"plain", "generate", "one"}
@@ -286,19 +284,17 @@ def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands
         sweep(experiment(choices=two, reference="two"))
 
 
-def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, tmp_path, monkeypatch):
+def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, inputs, tmp_path, monkeypatch):
     """A folder of the name of a shipped draft is the one that is meant."""
-    corpus, suite = tmp_path / "talks.jsonl", tmp_path / "asked.jsonl"
-    for file in (corpus, suite):
-        file.write_text(f"{file.name}\n")
+    corpus, suite = inputs / "corpus.jsonl", inputs / "suite.jsonl"
     given = {"fit": {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}, "replay": None}
     start = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
     suites = [f"{suite}?field=question", "maths"]
     (cell,) = cells_of(experiment(**given, choices=start, benchmark={"suites": suites}))
-    shipped, inputs = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
+    shipped, digests = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
     expected = {str(corpus): corpus, str(suite): suite, "embedded-hass": shipped}
-    assert {name: inputs.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
-    assert "maths" not in inputs
+    assert {name: digests.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
+    assert "maths" not in digests
     (tmp_path / "embedded-hass").mkdir()
     (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
     monkeypatch.chdir(tmp_path)
