@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 
@@ -22,31 +20,21 @@ from poss_lightning.draft.folder import SHIPPED
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import cell as module
 from poss_lightning.evaluation.cell import PlannedCell
-from poss_lightning.evaluation.cells import pack, packed_cells, packed_rows
+from poss_lightning.evaluation.cells import packed_cells
 from poss_lightning.evaluation.provenance import COMMIT
-from poss_lightning.evaluation.records import read_records, read_runs
+from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.features.writing import write_store
 from poss_lightning.files import sha256
 from poss_lightning.sweep import Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
-from tests.support.inputs import write_suite
+from tests.support import writers
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
-TRAINER = {
-    "max_steps": 2,
-    "accelerator": "cpu",
-    "devices": 1,
-    "precision": "32-true",
-    "callbacks": [CALLBACK],
-    "val_check_interval": 2,
-    "check_val_every_n_epoch": None,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-}
+TRAINER = writers.TRAINER | {"max_steps": 2, "devices": 1, "callbacks": [CALLBACK], "enable_model_summary": False}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 
@@ -59,25 +47,19 @@ def stores(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def fit(stores) -> dict:
+def fit_on(store: Path, **trainer) -> dict:
     """What all trainings have in common."""
-    data = {"store": str(stores / "all"), "validation": 0.2}
-    return {"data": data, "trainer": TRAINER, "model": {"vocabulary_size": 50}}
+    data, model = {"store": str(store), "validation": 0.2}, {"vocabulary_size": 50}
+    return {"data": data, "trainer": TRAINER | trainer, "model": model}
 
 
 @pytest.fixture
-def experiment(tmp_path, stores, fit):
+def experiment(tmp_path, stores):
     """A function that writes a sweep.yaml, with changes, and returns its folder."""
 
     def write(**changes):
-        given = {
-            "fit": fit,
-            "choices": ONE | {"two": {"model": {"allocation": [1, 1]}}},
-            "seeds": [0],
-            "replay": {"store": str(stores / "dev"), "nodes": 20},
-            "reference": "one",
-        }
+        measure = {"store": str(stores / "dev"), "nodes": 20}
+        given = writers.SWEEP | {"fit": fit_on(stores / "all"), "replay": measure, "reference": "one"}
         (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(given | changes))
         return str(tmp_path)
 
@@ -85,22 +67,16 @@ def experiment(tmp_path, stores, fit):
 
 
 class Commands(list):
-    """The commands that ran, such as "fit one/seed-0"."""
+    """The commands that ran, such as "fit one/seed-0"; what `failing` names raises its error instead, once."""
 
-    failing: tuple[str, BaseException] | None = None
+    def __init__(self):
+        self.failing: dict[str, BaseException] = {}
 
     def record(self, command: str, folder: str | Path) -> None:
         name = f"{command} {'/'.join(Path(folder).parts[-2:])}"
-        if self.failing and name.startswith(self.failing[0]):
-            raise self.failing[1]
+        if name in self.failing:
+            raise self.failing.pop(name)
         self.append(name)
-
-    @contextmanager
-    def fail(self, name: str, error: BaseException) -> Iterator[None]:
-        """Within it, commands whose names begin so raise the error."""
-        self.failing = name, error
-        yield
-        self.failing = None
 
 
 @pytest.fixture
@@ -108,14 +84,11 @@ def commands(monkeypatch) -> Commands:
     """Pretended trainings, which log no scalars, and the commands that ran."""
     ran, target = Commands(), tiny_target()
 
-    def draft(layers):
-        return tiny_draft(target, layers[-1]["model"].get("allocation", [2]))
-
     def pretended_fit(folder, *layers):
         if not (folder / "finished").exists():
             ran.record("fit", folder)
             (folder / "fit.yaml").touch()
-            draft(layers).save_pretrained(folder / "draft-last")
+            tiny_draft(target, layers[-1]["model"]["allocation"]).save_pretrained(folder / "draft-last")
             (folder / "finished").touch()
         return folder / "draft-last"
 
@@ -125,7 +98,6 @@ def commands(monkeypatch) -> Commands:
         return replay(**options)
 
     monkeypatch.setattr(module, "fit_once", pretended_fit)
-    monkeypatch.setattr(module, "build", lambda *layers: draft([each for each in layers if "model" in each]).config)
     monkeypatch.setitem(module.MEASURES, "replay", recorded_replay)
     return ran
 
@@ -152,16 +124,15 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     """With real trainings: drafts, scalars, no checkpoints, nothing twice; and seeds differ."""
     folder = experiment(seeds=[3, 4], choices=ONE)
     sweep(folder)
-    assert {Path(place).parts[-2:] for place in read_runs(tmp_path / "cells")} == {("one", "seed-3"), ("one", "seed-4")}
     weights = []
     for seed in (3, 4):
         draft = Specialists.from_pretrained(tmp_path / f"cells/one/seed-{seed}/draft-last")
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
         (cell,) = packed_cells(tmp_path / f"cells/one/seed-{seed}")
-        facts = cell.facts
-        assert cell.last_scalars()["val/loss"][0][1] > 0 and facts["settings"]["fit"]["data"]["seed"] == seed
-        assert facts["settings"]["fit"]["seed_everything"] == seed
+        settings = cell.facts["settings"]["fit"]
+        assert settings["data"]["seed"] == settings["seed_everything"] == seed
+        assert cell.last_scalars()["val/loss"][0][1] > 0
         assert not (tmp_path / f"cells/one/seed-{seed}/checkpoints").exists()
     assert not weights[0].equal(weights[1])
     first = capsys.readouterr().out
@@ -172,9 +143,8 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
 
 
 @pytest.mark.nightly
-def test_a_benchmark_measures_too(experiment, tmp_path, tiny_folder, commands):
-    suite = write_suite(tmp_path / "s.jsonl", ["one"], ["two"], ["three"])
-    options = {"target": tiny_folder, "dtype": "float32", "suites": [suite], "max_new_tokens": 9}
+def test_a_benchmark_measures_too(experiment, tmp_path, inputs, commands):
+    options = {"target": str(inputs / "target"), "dtype": "float32", "suites": [str(inputs / "suite.jsonl")]}
     sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
     records = read_records(tmp_path / "cells/one/seed-7")
     assert {record.method for record in records} == {"plain", "generate", "one"}
@@ -203,7 +173,8 @@ def test_shards_share_the_trainings_out(experiment):
 
 def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monkeypatch):
     folder = experiment()
-    with commands.fail("replay two", KeyboardInterrupt()), pytest.raises(KeyboardInterrupt):
+    commands.failing["replay two/seed-0"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
         sweep(folder)
     assert commands == ["fit one/seed-0", "replay one/seed-0", "fit two/seed-0"]
     monkeypatch.chdir(tmp_path)
@@ -213,8 +184,8 @@ def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monk
 
 
 def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands):
-    failed = pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$")
-    with commands.fail("fit one/seed-0", RuntimeError("out of\nmemory")), failed:
+    commands.failing["fit one/seed-0"] = RuntimeError("out of\nmemory")
+    with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment())
     assert facts_of(tmp_path, "two")
     printed = capsys.readouterr()
@@ -230,15 +201,6 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
     assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
     out = capsys.readouterr().out
     assert "another process is training it" in out and "1 of 2 trainings are done" in out
-
-
-def test_a_summary_that_fails_says_what_differs(experiment, tmp_path, commands):
-    sweep(experiment())
-    line, rows = facts_of(tmp_path, "two"), packed_rows(packed_cells(tmp_path / "cells/two")).popitem()[1]
-    line["inputs"]["trainer/base.yaml"] = "another"
-    pack(tmp_path, "two", 0, line | {"scalars": {}}, [row | {"prompt_tokens": 999} for row in rows])
-    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different trainer/base.yaml"):
-        sweep(experiment())
 
 
 # --- settings and inputs ---
@@ -266,12 +228,11 @@ def test_settings_are_those_of_the_training(experiment):
 def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stores, commands):
     """Those of the training until it has written something, those of the measure until it has records."""
     cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(stores / "dev", tmp_path / "dev"))
-    failed = pytest.raises(ValueError, match="1 of 1 trainings failed")
-    with commands.fail("fit", ValueError("no step")), failed:
-        sweep(experiment(choices=ONE))
     given = {"choices": {"one": {"model": {"allocation": [1]}}}}
-    with commands.fail("replay", ValueError("no replay")), failed:
-        sweep(experiment(**given, replay={"store": copy}))
+    for command, begun in (("fit", {"choices": ONE}), ("replay", given | {"replay": {"store": copy}})):
+        commands.failing[f"{command} one/seed-0"] = ValueError("no step")
+        with pytest.raises(ValueError, match="1 of 1 trainings failed"):
+            sweep(experiment(**begun))
     assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
@@ -285,8 +246,7 @@ def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stor
 def test_a_finished_training_needs_no_store(experiment, tmp_path, stores, commands):
     """Nor does a measure that has its records."""
     copy = shutil.copytree(stores, tmp_path / "stores")
-    data, measure = {"store": str(copy / "all"), "validation": 0.2}, {"store": str(copy / "dev"), "nodes": 20}
-    folder = experiment(fit={"data": data, "trainer": TRAINER}, choices=ONE, replay=measure)
+    folder = experiment(fit=fit_on(copy / "all"), choices=ONE, replay={"store": str(copy / "dev")})
     sweep(folder)
     shutil.rmtree(copy / "all")
     (copy / "dev").rename(copy / "away")
@@ -324,19 +284,17 @@ def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands
         sweep(experiment(choices=two, reference="two"))
 
 
-def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, tmp_path, monkeypatch):
+def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(experiment, inputs, tmp_path, monkeypatch):
     """A folder of the name of a shipped draft is the one that is meant."""
-    corpus, suite = tmp_path / "talks.jsonl", tmp_path / "asked.jsonl"
-    for file in (corpus, suite):
-        file.write_text(f"{file.name}\n")
+    corpus, suite = inputs / "corpus.jsonl", inputs / "suite.jsonl"
     given = {"fit": {"data": {"corpus": str(corpus), "target": "embedded"}, "trainer": TRAINER}, "replay": None}
     start = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
     suites = [f"{suite}?field=question", "maths"]
     (cell,) = cells_of(experiment(**given, choices=start, benchmark={"suites": suites}))
-    shipped, inputs = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
+    shipped, digests = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
     expected = {str(corpus): corpus, str(suite): suite, "embedded-hass": shipped}
-    assert {name: inputs.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
-    assert "maths" not in inputs
+    assert {name: digests.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
+    assert "maths" not in digests
     (tmp_path / "embedded-hass").mkdir()
     (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
     monkeypatch.chdir(tmp_path)
@@ -380,30 +338,27 @@ def test_a_wrong_sweep_is_refused_before_anything_is_trained(experiment, tmp_pat
 def test_the_store_of_the_measure_must_be_of_the_draft_s_target_and_layers(experiment, tmp_path):
     for name, seed, layers in (("all", 0, (1, 2)), ("dev", 0, ()), ("other", 1, ())):
         write_store(tmp_path / name, tiny_target(seed, num_hidden_layers=4), talks(), **SIZES, layers=layers)
-    fit = {"data": {"store": str(tmp_path / "all"), "validation": 0.2}, "trainer": TRAINER}
     eagle3 = {"one": {"model": {"allocation": [2], "kind": "eagle3"}}}
     for name, words in (("dev", "keeps no outputs of layer"), ("other", "is of another target than the draft: ")):
         with pytest.raises(ValueError, match=rf"one, seed 0: .*{name} {words}"):
-            sweep(experiment(fit=fit, choices=eagle3, replay={"store": str(tmp_path / name)}))
+            sweep(experiment(fit=fit_on(tmp_path / "all"), choices=eagle3, replay={"store": str(tmp_path / name)}))
 
 
 # --- processes ---
 
 
-def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, fit, monkeypatch, capsys):
+def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_path, stores, monkeypatch, capsys):
     """Lightning's other processes run the first one's command line, so that must be that of a fit alone."""
-    started = []
-    folder = experiment(fit=fit | {"trainer": TRAINER | {"devices": 2}}, choices=ONE)
 
-    def start(command, **options):
-        started.append((command[:5], options["env"]["PYTHONSAFEPATH"]))  # set for the processes that it starts, too
+    def start(command, *, env, **options):
+        assert command[:5] == [sys.executable, "-P", "-m", "poss_lightning.cli", "fit"]
+        assert env["PYTHONSAFEPATH"] == "1"  # for the processes that it starts, too
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
     monkeypatch.setattr(training, "Popen", start)
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
-        sweep(folder)
+        sweep(experiment(fit=fit_on(stores / "all", devices=2), choices=ONE))
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
-    assert started == [([sys.executable, "-P", "-m", "poss_lightning.cli", "fit"], "1")]
     assert not (tmp_path / "cells/one/seed-0/finished").exists()
 
 

@@ -18,9 +18,9 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.evaluation.multidraft import acceptance_rates
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.stored import find_answers
-from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.model import Target, causal_ancestors
+from poss_lightning.target.model import Target
+from tests.evaluation.test_replay import read
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
 from tests.support.pretended_graphs import replace_cuda
@@ -165,12 +165,8 @@ def test_replayed_acceptance_is_the_hosts(device, kind):
     """`poss replay`: samples come from the host, and drafting is done on the device."""
     pairs = [(engine_of(target, kind).drafter.draft, target) for target in (load("cpu", kind), load(DEVICE, kind))]
     draft, target = pairs[0]
-    text = torch.tensor([*PROMPTS[0], *answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]])
-    cache, layers = target.new_cache(1, len(text)), draft.config.layers
-    (features,), (read,) = target.forward_tree(text[None], causal_ancestors(len(text), text.device), cache, layers)
-    inner = read.unflatten(-1, (-1, features.shape[-1]))[:, : len(layers)]  # (T, n, D)
-    greedy = target.embed_head.logits(features).argmax(-1)
-    sample = Sample("x", text, greedy, [(len(PROMPTS[0]), len(text))], features, inner)
+    answer = answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]
+    sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.layers)
     drawn, rounds, rates = sample._replace(draws=[Draw(Sampling(0.8), 3)]), [], []
     for draft, target in pairs:
         head = target.embed_head

@@ -10,25 +10,18 @@ from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop
 from tests.support.inputs import write_suite
 from tests.support.stores import dies_after
-from tests.support.tiny import tiny_target
 
 TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["The draft " * 9], ["please"]]
 
 
-@pytest.fixture(autouse=True)
-def target(monkeypatch):
-    target = tiny_target(0)
-    monkeypatch.setattr(module.Target, "load", lambda name, *rest, **options: target)
-    return target
-
-
 @pytest.fixture
-def answer(tmp_path):
+def answer(tmp_path, tiny_folder):
     """Answer these questions in a file of this name; returns its path."""
 
     def run(name: str, turns: list[list[str]], answer_tokens: int = 12) -> Path:
         suite, out = write_suite(tmp_path / "odd.jsonl", *turns), tmp_path / name
-        synthesize(str(out), prompts=[suite], answer_tokens=answer_tokens, batch_size=2, dtype="float32")
+        options = {"target": tiny_folder, "dtype": "float32", "batch_size": 2}
+        synthesize(str(out), prompts=[suite], answer_tokens=answer_tokens, **options)
         return out
 
     return run
@@ -53,12 +46,7 @@ def test_answers_are_those_of_each_conversation_alone(answer, target, capsys):
 
 def test_prompts_of_like_length_are_answered_side_by_side(answer, monkeypatch):
     batches, plain = [], PlainLoop.generate
-
-    def spied(loop, prompts, *arguments):
-        batches.append([len(prompt) for prompt in prompts])
-        return plain(loop, prompts, *arguments)
-
-    monkeypatch.setattr(PlainLoop, "generate", spied)
+    monkeypatch.setattr(PlainLoop, "generate", lambda *given: batches.append([*map(len, given[1])]) or plain(*given))
     answer("out.jsonl", [["why " * count] for count in (3, 40, 5, 41, 4)], answer_tokens=1)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     lengths = [length for batch in batches for length in batch]
@@ -76,10 +64,10 @@ def test_a_killed_run_resumes_and_ends_with_the_same_file(answer, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
-def test_all_rows_of_a_data_set_are_asked(tmp_path, monkeypatch):
+def test_all_rows_of_a_data_set_are_asked(tmp_path, tiny_folder, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "answer_questions", lambda corpus, model, questions, **options: asked.extend(questions))
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "train.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
-    synthesize(str(tmp_path / "out.jsonl"), prompts=f"hub:{tmp_path / 'many'}", dtype="float32")
+    synthesize(str(tmp_path / "out.jsonl"), prompts=f"hub:{tmp_path / 'many'}", target=tiny_folder, dtype="float32")
     assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]

@@ -3,6 +3,7 @@
 import gzip
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,34 +13,30 @@ from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.suites import Question
+from poss_lightning.files import read_json
 from tests.support.inputs import write_suite
 from tests.support.stores import contents, dies_after
 from tests.support.templates import DATED
 from tests.support.tiny import tiny_draft, tiny_tokenizer
 
-QUESTIONS = {  # category and turns
-    7: ("a", ["How many legs?", "And a horse?"]),
-    "eight": ("b", ["Say it, please."]),
-    9: (None, ["The target says it.", "Answer.", "What?"]),
-}
+QUESTIONS = [
+    {"id": 7, "category": "a", "turns": ["How many legs?", "And a horse?"]},
+    {"id": "eight", "category": "b", "turns": ["Say it, please."]},
+    {"id": 9, "category": None, "turns": ["The target says it.", "Answer.", "What?"]},
+]
 METHODS = ("plain", "generate", "chain", "poss")
 FILES = ["records.jsonl", "run.json"]
 
 
 @pytest.fixture(scope="module")
-def run(target, tiny_folder, tmp_path_factory):
+def run(target, inputs, tmp_path_factory):
     """Benchmark the tiny target with two drafts into a folder; keywords change the settings."""
     folder = tmp_path_factory.mktemp("benchmark")
-    lines = [
-        json.dumps({"question_id": name, "category": category, "turns": turns})
-        for name, (category, turns) in QUESTIONS.items()
-    ]
-    (folder / "suite.jsonl").write_text("\n".join(lines))
+    (folder / "suite.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
     tiny_draft(target, [2]).save_pretrained(folder / "chain")
-    tiny_draft(target, [1, 1]).save_pretrained(folder / "poss")
     settings = {
-        "drafts": {name: str(folder / name) for name in ("chain", "poss")},
-        "target": tiny_folder,
+        "drafts": {"chain": str(folder / "chain"), "poss": str(inputs / "draft")},
+        "target": str(inputs / "target"),
         "dtype": "float32",
         "suites": [str(folder / "suite.jsonl")],
         "max_new_tokens": 12,
@@ -58,10 +55,6 @@ def whole(run, tmp_path_factory) -> Path:
     return out
 
 
-def facts_of(folder: Path) -> dict:
-    return json.loads((folder / "run.json").read_text())
-
-
 def untimed(folder: Path) -> list[dict]:
     """The lines of a folder without what differs between runs."""
     lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
@@ -76,17 +69,17 @@ def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, targ
     records = read_records(whole)
     found = [(record.suite, record.id, record.turn, record.repeat, record.method) for record in records]
     assert found == [
-        ("suite", question, turn, repeat, METHODS[(place + turn + repeat + later) % 4])
-        for place, (question, (_, turns)) in enumerate(QUESTIONS.items())
-        for turn in range(len(turns))
+        ("suite", question["id"], turn, repeat, METHODS[(place + turn + repeat + later) % 4])
+        for place, question in enumerate(QUESTIONS)
+        for turn in range(len(question["turns"]))
         for repeat in range(2)
         for later in range(4)
     ]
     assert [*contents(whole)] == FILES
     assert len({(record.id, record.turn, tuple(record.tokens), record.text) for record in records}) == 6
     for record in records:
-        category, turns = QUESTIONS[record.id]
-        assert (record.category, record.question) == (category, turns[record.turn])
+        (asked,) = [question for question in QUESTIONS if question["id"] == record.id]
+        assert (record.category, record.question) == (asked["category"], asked["turns"][record.turn])
         assert "".join(record.pieces) == record.text
         if record.turn == 0:
             assert record.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": record.question}]))
@@ -94,7 +87,7 @@ def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, targ
 
 def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
     run(tmp_path, lookup=3, repeats=1, limit=1, baselines=["plain", "lookup"])
-    facts = facts_of(tmp_path)
+    facts = read_json(tmp_path / "run.json")
     found = {name: method.get("lookup") for name, method in facts["methods"].items()}
     assert found == {"plain": None, "lookup": None, "chain": 0, "poss": 0, "chain+lookup": 3, "poss+lookup": 3}
     assert list(facts["config"]["drafts"]) == ["chain", "poss"]
@@ -104,7 +97,7 @@ def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
 
 
 def test_run_json_says_what_was_run_where_and_with_what_and_what_auto_measured(whole, run, tmp_path, target):
-    facts = facts_of(whole)
+    facts = read_json(whole / "run.json")
     assert facts["command"] and facts["machine"] and facts["device"] == "cpu" and facts["started"]
     assert {"python", "torch", "transformers", "poss-lightning"} <= facts["versions"].keys()
     assert facts["config"]["max_new_tokens"] == 12 and facts["config"]["fingerprint"] == target.spec.fingerprint
@@ -112,7 +105,7 @@ def test_run_json_says_what_was_run_where_and_with_what_and_what_auto_measured(w
     poss = facts["methods"]["poss"]
     assert (poss["depth"], poss["nodes"], poss["tree_width"], poss["allocation"]) == (2, 9, 3, [1, 1])
     run(tmp_path, limit=1, tree="auto")
-    costs = facts_of(tmp_path)["costs"]
+    costs = read_json(tmp_path / "run.json")["costs"]
     assert set(costs) == {"chain", "poss"}
     for measured in costs.values():
         assert measured["draft_step"] > 0 and set(measured["verify"]) >= {"1", "2", "4"}
@@ -136,7 +129,7 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run,
         run(tmp_path)
     monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
     run(tmp_path)
-    facts = facts_of(tmp_path)
+    facts = read_json(tmp_path / "run.json")
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
     assert untimed(tmp_path) == untimed(whole)
     assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
@@ -177,34 +170,28 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
     assert untimed(tmp_path / "today")[0]["tokens"] != untimed(tmp_path / "out")[0]["tokens"]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path):
+    long = write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])
+    for change, words in (
         ({"baselines": ["plain", "beam"]}, "may hold generate"),
         ({"drafts": {1: "x"}}, "which YAML reads as int: quote it"),
-        ({"suites": "LONG"}, r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"),
-    ],
-)
-def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path, change, words):
-    if "suites" in change:
-        change = {"suites": write_suite(tmp_path / "made.jsonl", ["Hi"], ["word " * 600])}
-    with pytest.raises(ValueError, match=words):
-        run(tmp_path / "out", **change)
+        ({"suites": long}, r"question 1 of made, turn 0: a prompt has \d+ tokens; .* reads 512"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(tmp_path / "out", **change)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "words"),
-    [
+def test_what_may_be_of_others_is_not_replaced(run, tmp_path):
+    for name, content, words in (
         ("run.json", b"mine", "holds nothing to resume"),  # it may be of anything
         ("records.jsonl.gz", gzip.compress(b"{}"), r"records.jsonl.gz holds records: unpack it"),
-    ],
-)
-def test_what_may_be_of_others_is_not_replaced(run, tmp_path, name, content, words):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises((FileExistsError, ValueError), match=words):
-        run(tmp_path)
-    assert contents(tmp_path) == {name: content}
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_bytes(content)
+        with pytest.raises((FileExistsError, ValueError), match=words):
+            run(tmp_path / name)
+        assert contents(tmp_path / name) == {name: content}
 
 
 # --- the context ---
@@ -216,22 +203,13 @@ def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_n
     assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
 
 
-class FixedAnswer:
-    """A decoder with one answer, which notes its prompts."""
-
-    def __init__(self, tokens: list[int]):
-        self.tokens, self.prompts = tokens, []
-
-    def decode(self, prompts: list[list[int]], *rest, **options) -> list[Decoded]:
-        self.prompts += prompts
-        return [Decoded(self.tokens, [0] * (len(self.tokens) - 1), {"total": 0.1})]
-
-
 @pytest.mark.parametrize("words", ["plain words", "so <|im_start|> it is"])
 def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, tmp_path, caplog, words):
     """Special tokens would be missing, and what stands between them would be run together."""
-    texts = {"plain": words, "generate": "other words", "chain": "wrong words"}
-    methods = {name: FixedAnswer(target.tokenizer(text).input_ids) for name, text in texts.items()}
+    methods = {"plain": Mock(), "generate": Mock(), "chain": Mock()}
+    for method, text in zip(methods.values(), (words, "other words", "wrong words"), strict=True):
+        tokens = target.tokenizer(text).input_ids
+        method.decode.return_value = [Decoded(tokens, [0] * (len(tokens) - 1), {"total": 0.1})]
     facts = {"command": [], "config": {}, "methods": {}}
     asked = [Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])]
     Run(tmp_path, target, methods, facts, max_new_tokens=8, repeats=1).decode(asked)
@@ -242,4 +220,5 @@ def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, 
     later, logged = ([second], []) if words == "plain words" else ([], [ended])
     assert caplog.messages == logged
     for method in methods.values():
-        assert method.prompts == [first, first, *later, first]  # the first warms up
+        prompts = [prompt for call in method.decode.call_args_list for prompt in call.args[0]]
+        assert prompts == [first, first, *later, first]  # the first warms up

@@ -16,7 +16,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
-from poss_lightning.evaluation.generate import Prompt, generate, guesses_of
+from poss_lightning.evaluation.generate import NODES, Prompt, generate, guesses_of
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.chat import Chat
 from poss_lightning.terminal import printable
@@ -24,19 +24,14 @@ from tests.support.tiny import tiny_draft
 
 NUMBER = r"\d+\.\d+"
 PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
+ALONE = {"draft": None, "nodes": NODES}
 PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
 
 
 @pytest.fixture
-def alone(tiny_folder) -> dict:
-    """Options without a draft."""
-    return {"target": tiny_folder, "dtype": "float32", "max_new_tokens": 20}
-
-
-@pytest.fixture
-def common(alone, target, tmp_path) -> dict:
-    tiny_draft(target, [1, 2]).save_pretrained(tmp_path / "draft")
-    return alone | {"draft": str(tmp_path / "draft"), "nodes": 12, "tree_width": 4}
+def common(inputs) -> dict:
+    names = {name: str(inputs / name) for name in ("target", "draft")}
+    return names | {"dtype": "float32", "max_new_tokens": 20, "nodes": 12}
 
 
 def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys):
@@ -68,19 +63,17 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("draft", "options", "line"),
+    ("options", "line"),
     [
-        (True, {"tree": "fixed"}, TAU + PLAIN),
-        (True, {"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
-        (True, {"compare": False}, PREPARED + TAU),
-        (False, {}, ""),
-        (False, {"lookup": 4}, PREPARED + TAU + PLAIN),
+        ({"tree": "fixed"}, TAU + PLAIN),
+        ({"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
+        ({"compare": False}, PREPARED + TAU),
+        (ALONE, ""),
+        (ALONE | {"lookup": 4}, PREPARED + TAU + PLAIN),
     ],
 )
-def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(
-    common, alone, target, capsys, draft, options, line
-):
-    generate("How many legs?", **(common if draft else alone), **options)
+def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(common, target, capsys, options, line):
+    generate("How many legs?", **common | options)
     text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
     assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{line}", last)
     prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
@@ -115,7 +108,7 @@ def test_json_is_one_object_with_all_options_and_measurements(common, target, ca
     said = json.loads(out)
     assert {name: said[name] for name in common} == common
     assert said["prompt"] == "How many\nlegs has 🐴?"
-    assert (said["tree"], said["depth"], said["seed"]) == ("auto", 3, 0)
+    assert (said["tree"], said["depth"], said["seed"]) == ("auto", 2, 0)
     assert said["text"] == target.chat.text(said["tokens"]) and len(said["tokens"]) == 20
     assert said["tau"] == sum(said["accepted"]) / len(said["accepted"]) + 1
     assert said["tokens_per_second"] == pytest.approx(20 / said["seconds"]["total"])
@@ -151,23 +144,21 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
 # --- rounds drawn ---
 
 
-def test_rounds_are_drawn_before_the_answer(common, target, capsys):
+@pytest.mark.parametrize(("terminal", "refused"), [(True, ""), (True, "1"), (False, "")])
+def test_rounds_are_drawn_before_the_answer(common, target, monkeypatch, capsys, terminal, refused):
+    """In colour for terminals that want it."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    monkeypatch.setenv("NO_COLOR", refused)
     generate("Hi", show="tree", **common)
     out = capsys.readouterr().out
     assert " 0 drafted" not in out and "of preparation" not in out  # fixed trees: auto may draft nothing
     accepted = [int(count) for count in re.findall(r"^round \d+: \d+ drafted, (\d+) accepted$", out, re.MULTILINE)]
+    is_coloured = terminal and not refused
+    assert ("\x1b[" in out) == is_coloured and (is_coloured or out.count("─ ✓ ") >= sum(accepted))
     prompt = target.chat.prompt([{"role": "user", "content": "Hi"}])
     (expected,) = Autoregressive(target).decode([prompt], 20)
-    assert 1 + sum(count + 1 for count in accepted) >= 20 and out.count("─ ✓ ") >= sum(accepted)
-    assert f"\n\n{printable(target.chat.text(expected.tokens))}\n\n20 tokens, " in out and "\x1b" not in out
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_colour_is_for_terminals_that_want_it(common, monkeypatch, capsys, refused):
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("NO_COLOR", "1" if refused else "")
-    generate("Hi", show="tree", compare=False, **common)
-    assert ("\x1b[" in capsys.readouterr().out) is not refused
+    assert 1 + sum(count + 1 for count in accepted) >= 20
+    assert f"\n\n{printable(target.chat.text(expected.tokens))}\n\n20 tokens, " in out
 
 
 @pytest.mark.parametrize(("stop", "path", "bonus"), [(8, [0, 1, 2], 8), (6, [0, 1, 2], None), (5, [0, 1], None)])

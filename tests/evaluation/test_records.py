@@ -9,28 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from poss_lightning.evaluation.cells import pack, packed_cells
-from poss_lightning.evaluation.records import (
-    Record,
-    by_cell,
-    check_drafts,
-    check_targets,
-    read_records,
-    read_sources,
-    to_line,
-)
+from poss_lightning.evaluation.records import Record, by_cell, read_records, read_sources, to_line
+from tests.support.lab import write_records
 
 RECORD = {
     "suite": "chat", "id": 1, "turn": 0, "method": "poss-2", "repeat": 0, "seed": 0, "prompt_tokens": 41,
     "new_tokens": 7, "accepted": [3, 0, 0], "seconds": {"draft": 0.1, "total": 0.5}, "tokens": [5, 6, 7, 8, 9, 10, 2],
     "text": "größer\u2028\n",
 }  # fmt: skip
-
-
-def write(folder, packed=False, **change):
-    folder.mkdir(parents=True, exist_ok=True)
-    line = to_line(Record(**RECORD | change)).encode()
-    name = "records.jsonl.gz" if packed else "records.jsonl"
-    (folder / name).write_bytes(gzip.compress(line) if packed else line)
 
 
 def test_written_records_are_read_back(tmp_path):
@@ -75,11 +61,13 @@ def test_invalid_records_are_named_by_file_line_and_field(tmp_path, change, word
 
 
 def test_packed_records_are_the_same_and_folders_below_are_found(tmp_path):
-    write(tmp_path / "plain")
-    write(tmp_path / "packed", packed=True)
+    write_records(tmp_path / "plain", [Record(**RECORD)], {})
+    (tmp_path / "packed").mkdir()
+    packed = gzip.compress((tmp_path / "plain" / "records.jsonl").read_bytes())
+    (tmp_path / "packed" / "records.jsonl.gz").write_bytes(packed)
     assert read_records(tmp_path / "packed" / "records.jsonl.gz") == read_records(tmp_path / "plain")
     assert read_records(tmp_path) == read_records([tmp_path / "packed", tmp_path / "plain"])
-    write(tmp_path / "packed")
+    write_records(tmp_path / "packed", [Record(**RECORD)], {})
     (tmp_path / "empty.jsonl").touch()
     for place, words in (
         ("gone", re.escape(str(tmp_path / "gone"))),
@@ -92,14 +80,14 @@ def test_packed_records_are_the_same_and_folders_below_are_found(tmp_path):
 
 def test_cells_are_named_by_their_folders(tmp_path, monkeypatch):
     for place in ("a/seed-0", "a/seed-10", "b/seed-0"):
-        write(tmp_path / place, text=place)
+        write_records(tmp_path / place, [Record(**RECORD | {"text": place})], {})
     cells = by_cell(read_sources(tmp_path))
     texts = {key: records[0].text for key, records in cells.items()}
     assert texts == {("a", 0): "a/seed-0", ("a", 10): "a/seed-10", ("b", 0): "b/seed-0"}
     monkeypatch.chdir(tmp_path / "b" / "seed-0")
     assert by_cell(read_sources(".")) == {("b", 0): cells["b", 0]}  # by the absolute path
     for place, words in (("plain", "is not a folder CHOICE/seed-N"), ("more/a/seed-00", "is a second a/seed-0")):
-        write(tmp_path / place)
+        write_records(tmp_path / place, [Record(**RECORD)], {})
         with pytest.raises(ValueError, match=words):
             by_cell(read_sources([tmp_path / "a", tmp_path / place]))
 
@@ -118,12 +106,3 @@ def test_a_cell_keeps_the_scalars_that_are_read_and_older_cells_are_read(tmp_pat
     assert {cell[0].question for cell in by_cell(read_sources(tmp_path)).values()} == {None, "Why?"}
     pq.write_table(older, tmp_path / "records.parquet")  # as versions before questions were kept wrote it
     assert [record.question for record in read_records(tmp_path)] == [None, None]
-
-
-def test_a_name_is_of_one_draft_and_records_are_of_one_target():
-    runs = {"a": {"methods": {"hass": {"depth": 6, "weights": "5c"}}}}  # as a replay's, whose trees are fixed
-    check_drafts(runs | {"b": {"methods": {"hass": {"depth": 6, "weights": "5c", "tree": "fixed"}, "poss": {}}}})
-    with pytest.raises(ValueError, match=r"'hass' of a differs from that of b \(weights 5c and 37, depth 6 and 4\)"):
-        check_drafts(runs | {"b": {"methods": {"hass": {"depth": 4, "weights": "37"}}}})
-    runs = {"old": {"config": {"target": "b"}}, "a": {"config": {"target": "b", "fingerprint": "12"}}}
-    check_targets(runs | {"c": {"config": {"target": "a copy of b", "fingerprint": "12"}}})

@@ -116,9 +116,8 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)
-    assert replay_rounds(draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole) == [
-        [own.accepted]
-    ]
+    rounds = replay_rounds(draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole)
+    assert rounds == [[own.accepted]]
 
 
 def test_several_answers_of_a_conversation_stay_apart(target):

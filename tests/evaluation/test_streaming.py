@@ -20,9 +20,8 @@ def bytes_joined() -> tuple[Callable[[list[int]], str], list[int]]:
 
 def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
     """As Llama-2: words begin with ▁, the first loses it; rare letters are runs of <0x..>."""
-    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    for word in ("▁", *map(chr, range(33, 127))):
-        vocabulary[word] = len(vocabulary)
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
+    vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -46,12 +45,7 @@ def test_time_is_linear(alike):
     text, tokens = bytes_joined()
     tokens = (tokens if alike == "whole" else [tiny_tokenizer().get_vocab()["ÿ"]] * 40) * 50
     decoded = []
-
-    def counted(some: list[int]) -> str:
-        decoded.append(len(some))
-        return text(some)
-
-    pieces_of(counted, tokens)
+    pieces_of(lambda some: decoded.append(len(some)) or text(some), tokens)
     assert sum(decoded) < 2 * WINDOW * len(tokens)
 
 

@@ -31,6 +31,8 @@ def test_our_own_suites_are_six_of_ten():
     assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
     assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
     assert read_suites([str(OWN)]) == questions
+    with pytest.raises(ValueError, match=r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
+        read_suites(["chat", "chat"])
 
 
 CALL = {"function": {"name": "weather", "arguments": {}}}
@@ -45,13 +47,11 @@ FORMS = [
     ({"messages": chat(("user", "a"), ("assistant", "x"), ("system", "s"), ("user", "b"))}, ["a"]),
     ({"question": '["a", "b"]'}, ['["a", "b"]']),
     ({"messages": chat(("assistant", "unasked"), ("user", "a"))}, ["a"]),
-    ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "x"}]}, ["a"]),
     ({"turns": ["a"], "system": "s"}, ["a"]),
     ({"instruction": "a", "input": "b", "output": "x"}, ["a\n\nb"]),
     ({"instruction": "a", "prompt": "### a ### x", "output": "x"}, ["a"]),
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
-    ({"data": ["a", "x", "b", "y"]}, ["a", "b"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
     ({"history": [["a", "x"]], "instruction": "b", "output": "y"}, ["b"]),
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
@@ -88,50 +88,6 @@ def test_what_was_read_can_be_written_and_read_again(tmp_path):
     questions = read_suites(["chat"])
     (tmp_path / "chat.jsonl").write_text(lines(*map(vars, questions)))
     assert read_suites([str(tmp_path)]) == questions
-
-
-def test_a_limit_looks_no_further(tmp_path):
-    (tmp_path / "suite.jsonl").write_text(lines({"prompt": "a"}) + "{oops")
-    assert len(read_suites([str(tmp_path)], limit=1)) == 1
-    with pytest.raises(ValueError, match="limit is 0"):
-        read_suites(limit=0)
-
-
-@pytest.mark.parametrize(
-    ("records", "words"),
-    [
-        ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
-        ([{"turns": ["a", " "]}], r":1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
-        ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
-        ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
-        ([{"turns": ["a"], "question_id": [1]}], r":1: question_id is \[1\]"),
-        ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
-        (
-            [{"turns": [f"{forms.WITHHELD}\n\nTell me."]}],
-            ":1: `turns` says that SPEED-Bench .*prepare.py.*: name a file",
-        ),
-        ([], " has no questions"),
-    ],
-)
-def test_malformed_suites_are_named_by_file_and_line(tmp_path, records, words):
-    (tmp_path / "suite.jsonl").write_text(lines(*records))
-    with pytest.raises(ValueError, match=words):
-        read_suites([str(tmp_path)])
-
-
-@pytest.mark.parametrize(
-    ("sources", "words"),
-    [
-        ("nowhere", "suite 'nowhere' is not a .jsonl file, .* chat, code, .*hub:mt_bench"),
-        ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
-        ("chat?feild=a", "'feild' is not an option; there are field"),
-        ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
-        (["chat", "chat"], r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"),
-    ],
-)
-def test_sources_that_do_not_exist_or_have_one_name_are_refused(sources, words):
-    with pytest.raises((FileNotFoundError, ValueError), match=words):
-        read_suites(sources)
 
 
 # --- the hub ---
@@ -203,22 +159,18 @@ def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, 
     assert asked == [("openai/gsm8k", "main", pinned), ("openai/gsm8k", "main", "abc"), ("my/copy", "main", None)]
 
 
-def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path):
+def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path, monkeypatch):
+    """Rows and lines after them are not read."""
     rows = [{"instruction": f"Say {n}.", "input": "x" * (n % 3 == 0)} for n in range(200)]
     source = "hub:alpaca?repo=" + data_set(tmp_path / "copy", rows)
     questions = read_suites([source], limit=100)
     assert [(one.id, one.turns) for one in questions] == [(n + 1, [f"Say {n}."]) for n in range(150) if n % 3]
-    assert read_suites([source]) == questions[:80] and read_suites([source], limit=3) == questions[:3]
-
-
-def test_rows_after_the_limit_are_not_fetched(tmp_path, monkeypatch):
-    def three(self):
-        yield from ({"question": f"{n}?"} for n in range(3))
-        raise AssertionError("a fourth row was fetched")
-
-    monkeypatch.setattr(datasets.IterableDataset, "__iter__", three)
-    copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
-    assert len(read_suites([f"hub:gsm8k?repo={copy}"], limit=3)) == 3
+    assert read_suites([source]) == questions[:80]
+    few = (rows[n] if n < 5 else 1 / 0 for n in range(9))
+    monkeypatch.setattr(datasets.IterableDataset, "__iter__", lambda self: few)
+    assert read_suites([source], limit=3) == questions[:3]
+    (tmp_path / "suite.jsonl").write_text(lines({"prompt": "a"}) + "{oops")
+    assert len(read_suites([str(tmp_path / "suite.jsonl")], limit=1)) == 1
 
 
 def test_any_data_set_whose_rows_have_a_form(tmp_path):
@@ -233,17 +185,34 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("given", "words"),
     [
-        ("hub:FOLDER", "choose .split= of train_a, train_b"),
-        ("hub:FOLDER?config=nosuch", "cannot be read: .*nosuch.* Available"),
-        ("hub:sum?repo=FOLDER&config=default&split=train_a", "row 1 has no 'article'; it has question$"),
+        ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
+        ([{"turns": ["a", " "]}], r":1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
+        ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
+        ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
+        ([{"turns": ["a"], "question_id": [1]}], r":1: question_id is \[1\]"),
+        ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
+        ([{"turns": [f"{forms.WITHHELD}\n\nTell me."]}], ":1: `turns` says that SPEED-Bench .*: name a file"),
+        ([], " has no questions"),
+        ("nowhere", "suite 'nowhere' is not a .jsonl file, .* chat, code, .*hub:mt_bench"),
+        ("hub:gsm9k", "'hub:gsm9k' is none of hub:mt_bench, "),
+        ("chat?feild=a", "'feild' is not an option; there are field"),
+        ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
+        ("hub:./talks", "choose .split= of train_a, train_b"),
+        ("hub:./talks?config=nosuch", "cannot be read: .*nosuch.* Available"),
+        ("hub:sum?repo=talks&config=default&split=train_a", "row 1 has no 'article'; it has question$"),
     ],
 )
-def test_data_sets_without_what_is_asked_for(tmp_path, source, words):
-    folder = data_set(tmp_path / "talks", [{"question": "a"}], "default", "train_a", "train_b")
-    with pytest.raises(ValueError, match=words):
-        read_suites([source.replace("FOLDER", folder)])
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, given, words):
+    """Records by file and line; and suites, splits and fields that do not exist."""
+    monkeypatch.chdir(tmp_path)
+    data_set(Path("talks"), [{"question": "a"}], "default", "train_a", "train_b")
+    if isinstance(given, list):
+        Path("suite.jsonl").write_text(lines(*given))
+        given = "suite.jsonl"
+    with pytest.raises((FileNotFoundError, ValueError), match=words):
+        read_suites(given)
 
 
 @pytest.mark.parametrize("place", ["datasets.load_dataset_builder", "datasets.IterableDataset.__iter__"])

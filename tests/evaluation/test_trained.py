@@ -98,16 +98,13 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     assert Specialists.from_pretrained("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
 
 
-@pytest.mark.parametrize(
-    ("model", "trainer", "words"),
-    [
+def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path):
+    for model, trainer, words in (
         ({"start_from": "embedded-hass"}, {"max_steps": 10}, "10 steps from embedded-hass"),
         ({"start_from": None}, {"max_steps": -1, "max_epochs": 20}, "20 epochs from random weights"),
         ({}, {}, ""),
-    ],
-)
-def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path, model, trainer, words):
-    (tmp_path / "config.yaml").write_text(json.dumps({"model": model, "trainer": trainer}))
-    assert describe_training(str(tmp_path / "draft-best")) == words
+    ):
+        (tmp_path / "config.yaml").write_text(json.dumps({"model": model, "trainer": trainer}))
+        assert describe_training(str(tmp_path / "draft-best")) == words
     assert describe_training("embedded-hass") == "shipped"
     assert describe_training(str(tmp_path / "copied")) == describe_training("owner/draft") == ""

@@ -92,6 +92,9 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
     said = " ".join(capsys.readouterr().out.split())
     assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
     assert "base.yaml" not in said and "max_new_tokens" not in said
+    pack(tmp_path, "eagle", 2, {}, [row | {"prompt_tokens": 999} for row in rows])
+    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different store"):
+        find(tmp_path)
 
 
 def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
@@ -132,14 +135,20 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
         find(tmp_path, reference="eagle")
 
 
-def test_a_different_tree_or_target_is_refused(tmp_path):
-    for name, tree in (("cut", {}), ("warm", {"tree": "auto"})):
-        run = {"methods": {"eagle": {"depth": 6} | tree}, "config": {"temperature": float(name == "warm")}}
-        write_records(tmp_path / name, make_records(), run)
-    with pytest.raises(ValueError, match=r"'eagle' of .*cut differs from that of .*warm \(tree fixed and auto\)"):
+def test_a_different_draft_tree_or_target_is_refused(tmp_path):
+    def write(name: str, fingerprint: str | None, **draft: str) -> None:
+        config = {"temperature": float(name == "warm"), "fingerprint": fingerprint}
+        write_records(tmp_path / name, make_records(), {"methods": {"eagle": {"depth": 6} | draft}, "config": config})
+
+    write("cut", None)
+    write("warm", "12", tree="fixed")  # older runs say neither
+    find(tmp_path)
+    write("warm", "12", tree="auto", weights="37")
+    with pytest.raises(
+        ValueError, match=r"'eagle' of .*cut differs .*warm \(weights None and 37, tree fixed and auto\)"
+    ):
         find(tmp_path)
-    for name in ("cut", "warm"):
-        write_records(tmp_path / name, make_records(), {"config": {"fingerprint": name}})
+    write("cut", "13")
     with pytest.raises(ValueError, match=r"cut was measured on another target than .*warm \("):
         find(tmp_path)
 
