@@ -58,7 +58,7 @@ CASES = {  # the first ones do without the plugin
     "one token": Case([2, 2], depth=1),
     "shared": Case([2, 2, 2], {"kv": "shared"}),
     "vocabulary": Case([2, 2, 2], smaller=True),
-    "eagle3, caches of their own": Case([2, 2, 2], EAGLE3 | {"rope_theta": 500.0, "norm_eps": 0.01}),
+    "eagle3, caches of their own": Case([2, 2, 2], EAGLE3 | {"rope_theta": 500.0, "norm_eps": 0.01}, steps=60),
     "eagle3, norm before fc": Case([2, 2, 2], EAGLE3 | NORMED | {"rope_scaling": LLAMA3}, steps=20),
     "eagle3, vocabulary": Case([2, 4], EAGLE3, smaller=True),
     "eagle3.1, speed": Case([3, 3], EAGLE3 | EAGLE31 | {"kv": "shared"}, steps=20),
