@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.processes import forked, printed
+from tests.support.processes import forked
 from tests.support.ranks import accelerator_of
 from tests.support.steps import difference, plain_steps, weights, write_initial
 
@@ -29,11 +29,11 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(
 ):
     if device.type == "cuda" and torch.cuda.device_count() < world:
         pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
-    initial, log = tmp_path / "weights.safetensors", tmp_path / "log"
+    initial = tmp_path / "weights.safetensors"
     write_initial(initial, store)
     common = {"world": world, "accumulate": BATCHES // world, "accelerator": accelerator_of(device), "clip": CLIP}
     runs = [{"strategy": strategy, "folder": str(tmp_path / strategy), **common} for strategy in strategies]
-    assert forked(log, world, ranks.main, store, str(initial), runs) == [0] * world, printed(log)
+    forked(tmp_path / "log", world, ranks.main, store, str(initial), runs)
     expected = plain_steps(store, initial, BATCHES, CLIP)
     for strategy in strategies:
         found = difference(weights(tmp_path / strategy), expected, initial)

@@ -21,7 +21,7 @@ ODD = [*map(str, NUMBERS), "", " ", "null", "nowhere", "a" * 300, "[", "[2,2", "
 ODD += ["<|im_end|>", "\x1b[31m", "..", "é\udcff", "a\nb", "%s"]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
-PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
+PLACES += ["group.yaml", "tab.yaml", "records", "acceptance.jsonl", "mine"]
 OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " ", "mine", "mine/notes.txt/x"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\x00", "\ud800", "\u2028", "<script>", "\x1b[2J", " ", "a" * 3000]
 

@@ -9,12 +9,7 @@ from poss_lightning.extract import extract
 from tests.support.tiny import tiny_draft, tiny_target, write_target
 
 QUESTION = {"role": "user", "content": "How many legs?"}
-YAML = {
-    "misspelt": "model: {allocaton: [2]}",
-    "group": "modle.depth: 2",
-    "number": "draft: 1",
-    "tab": "model:\n\tallocation: [2]",
-}
+YAML = {"group": "modle.depth: 2", "number": "draft: 1", "tab": "model:\n\tallocation: [2]"}
 
 
 def write_inputs(folder: Path) -> None:
@@ -54,4 +49,3 @@ def _break(folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
     for name, text in YAML.items():
         (folder / f"{name}.yaml").write_text(text + "\n")
-    (folder / "latin.yaml").write_bytes("# größer".encode("latin-1"))

@@ -19,8 +19,8 @@ fork.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.modu
 SECONDS = 600  # until all have ended, even on a busy machine
 
 
-def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> list[int]:
-    """The exit codes of `world` ranks that do `work(*given)`, as if started by torchrun; one that fails ends all.
+def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> None:
+    """Let `world` ranks do `work(*given)`, as if started by torchrun; one that fails ends all, and the test.
 
     Rank r prints to `log`.r.
     """
@@ -39,12 +39,8 @@ def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> 
         for rank in ranks:
             rank.kill()
             rank.join()
-    return [rank.exitcode for rank in ranks]
-
-
-def printed(log: Path) -> str:
-    """The last characters that each rank printed."""
-    return "\n".join(path.read_text()[-2000:] for path in sorted(log.parent.glob(f"{log.name}.*")))
+    printed = [path.read_text()[-2000:] for path in sorted(log.parent.glob(f"{log.name}.*"))]
+    assert not any(rank.exitcode for rank in ranks), "\n".join(printed)
 
 
 def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:

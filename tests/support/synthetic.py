@@ -85,8 +85,3 @@ def true_reach(method: str, deviation: float) -> np.ndarray:
     points, weights = np.polynomial.hermite_e.hermegauss(60)
     shares = expit(LOGITS[method][:, None] + deviation * points)  # (K, points)
     return np.append(1, np.cumprod(shares, 0) @ weights / weights.sum())
-
-
-def true_tau(method: str, deviation: float) -> float:
-    """Its τ over all prompts."""
-    return true_reach(method, deviation).sum()
