@@ -61,14 +61,3 @@ def store(folder, tmp_path_factory) -> str:
     on_cpu = Target.load(str(folder), "float32", "cpu")
     write_store(store, on_cpu, talks(), **SIZES, layers=INNER)
     return str(store)
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Print what tests of this folder recorded, and why others were skipped, one line each."""
-    lines: dict[str, None] = {}
-    for report in [*terminalreporter.getreports("skipped"), *terminalreporter.getreports("passed")]:
-        if "tests/gpu/" in report.nodeid:
-            reason = [report.longrepr[2]] if report.skipped else []
-            lines |= dict.fromkeys([*reason, *(f"{name}: {value}" for name, value in report.user_properties)])
-    for line in lines:
-        terminalreporter.write_line(line)

@@ -59,11 +59,6 @@ def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], lim
     return answers
 
 
-def answer_plainly(target: Target, prompts: list[list[int]], limit: int) -> list[Answer]:
-    """The target's own answers, from our engine."""
-    return [Answer(decoded.tokens) for decoded in Autoregressive(target).decode(prompts, limit, frozenset())]
-
-
 def serve(
     target: Path, prompts: list[list[int]], limit: int, draft: Path | None = None, method: str = "eagle", depth: int = 6
 ) -> list[Answer]:
@@ -99,14 +94,15 @@ def serve(
     return [Answer(list(output.outputs[0].token_ids), rounds.get(output.request_id, [])) for output in outputs]
 
 
-def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int = 150) -> None:
+def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int) -> None:
     """Let a draft learn what its target answers to these prompts, so that rounds of every length happen."""
     config, embed_head = draft.config, target.embed_head.restrict(draft.vocabulary)
     ids = torch.arange(target.spec.vocab_size) if draft.vocabulary is None else draft.vocabulary
     rows = torch.full((target.spec.vocab_size,), -100)  # what the loss passes over
     rows[ids] = torch.arange(len(ids))
     samples = []
-    for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True):
+    answers = Autoregressive(target).decode(prompts, limit, frozenset())
+    for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([prompt + answer.tokens])
         with torch.no_grad():
             features, inner = target.text_layers(tokens, config.layers or (1,))
