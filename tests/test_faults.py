@@ -31,7 +31,7 @@ def check_cases(folder: str, names: list[str]) -> None:
 @pytest.mark.parametrize("names", [["convert"], pytest.param([*CASES], marks=pytest.mark.nightly)], ids=["one", "all"])
 def test_commands_survive(tmp_path, names):
     """In a process of its own, which forks."""
-    forked(tmp_path / "log", 1, check_cases, str(tmp_path), names)
+    forked(1, check_cases, str(tmp_path), names)
 
 
 def test_every_command_that_writes_is_among_them():

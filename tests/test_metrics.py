@@ -93,7 +93,7 @@ def a_share(folder) -> None:
 
 
 def test_two_ranks_count_as_one(tmp_path):
-    forked(tmp_path / "log", 2, a_share, tmp_path)
+    forked(2, a_share, tmp_path)
     whole = PositionAcceptance(6)
     whole.update(ROUNDS)
     expected = whole.compute(), torch.tensor([[3 / 4, 12 / 8]], dtype=SUMS)

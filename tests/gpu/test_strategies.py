@@ -31,7 +31,7 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, device, tm
     write_initial(initial, store)
     common = {"world": world, "accumulate": BATCHES // world, "accelerator": accelerator_of(device), "clip": CLIP}
     runs = [{"strategy": strategy, "folder": str(tmp_path / strategy), **common} for strategy in strategies]
-    forked(tmp_path / "log", world, ranks.main, store, str(initial), runs)
+    forked(world, ranks.main, store, str(initial), runs)
     expected = plain_steps(store, initial, BATCHES, CLIP)
     for strategy in strategies:
         assert difference(weights(tmp_path / strategy), expected, initial) < NEAR

@@ -74,4 +74,4 @@ def overflow(store):
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`")
 def test_a_step_that_deepspeed_skips_is_reported(store, tmp_path):
-    forked(tmp_path / "log", 1, overflow, store)
+    forked(1, overflow, store)

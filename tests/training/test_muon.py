@@ -80,7 +80,7 @@ def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tens
 
 
 def test_two_processes_take_the_steps_of_one_bitwise(tmp_path):
-    forked(tmp_path / "log", 2, share_steps, tmp_path)
+    forked(2, share_steps, tmp_path)
     alone = take_steps()
     for rank in range(2):
         assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), alone))

@@ -182,7 +182,7 @@ def test_the_rate_falls_to_0_at_the_end_with_other_steps(store, tmp_path, ends):
 
 def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
     afters = (1, 3)
-    forked(tmp_path / "log", 2, die_on_two, store, tmp_path, afters)
+    forked(2, die_on_two, store, tmp_path, afters)
     for after in afters:
         folder = tmp_path / str(after)
         seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]

@@ -87,8 +87,8 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained")
     # A draft whose own head learns outside the unroll, without detaching.
     eagle3 = {"store": inner, "model": EAGLE3, "initial": str(initial.with_name("eagle3.safetensors"))}
-    launch(store, initial, out, 1, runs(out, "one"))
-    launch(store, initial, out, 2, [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
+    forked(1, ranks.main, store, str(initial), runs(out, "one"))
+    forked(2, ranks.main, store, str(initial), [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
     if not any("zero" in item.name and item.path == request.path for item in request.session.items):
         return out
     zero = [
@@ -98,7 +98,7 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
         {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2},
         command(out, store, "zero3", "trainer/zero3.yaml"),
     ]
-    launch(store, initial, out, 2, zero)
+    forked(2, ranks.main, store, str(initial), zero)
     return out
 
 
@@ -128,10 +128,6 @@ def runs(out: Path, strategy: str, other: str | None = None, eagle3: dict | None
         {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
         for name, more in settings.items()
     ]
-
-
-def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -> None:
-    forked(out / runs[0]["strategy"], world, ranks.main, store, str(initial), runs)
 
 
 @pytest.fixture(scope="module")
