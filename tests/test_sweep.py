@@ -34,19 +34,10 @@ from poss_lightning.work import Work
 from tests.support.inputs import write_suite
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.writers import TRAINER
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
-TRAINER = {
-    "max_steps": 2,
-    "accelerator": "cpu",
-    "devices": 1,
-    "precision": "32-true",
-    "callbacks": [CALLBACK],
-    "val_check_interval": 2,
-    "check_val_every_n_epoch": None,
-    "enable_model_summary": False,
-    "enable_progress_bar": False,
-}
+TRAINER = TRAINER | {"max_steps": 2, "devices": 1, "callbacks": [CALLBACK], "enable_model_summary": False}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 

@@ -113,7 +113,7 @@ ALWAYS = {  # without which a command may take minutes, or print pages
     "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
 FIT = ("accelerator=cpu", "precision=32-true", "max_steps=1", "limit_val_batches=0", "callbacks=null")
-FIT += ("logger=false", "enable_checkpointing=false")
+SHORT = [f"--trainer.{option}" for option in (*FIT, "logger=false", "enable_checkpointing=false")]
 
 
 @st.composite
@@ -122,7 +122,7 @@ def command_lines(draw: Callable, name: str) -> Command:
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
-        arguments = [name, *(f"--trainer.{option}" for option in FIT), *draw(_training())]
+        arguments = [name, *SHORT, *draw(_training())]
     else:
         names, arguments = draw(_options(name))
     if (config := draw(_config(names))) is not None:
