@@ -112,8 +112,8 @@ ALWAYS = {  # without which a command may take minutes, or print pages
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
-FIT = ("accelerator=cpu", "precision=32-true", "max_steps=1", "limit_val_batches=0", "callbacks=null")
-SHORT = [f"--trainer.{option}" for option in (*FIT, "logger=false", "enable_checkpointing=false")]
+SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
+FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
 
 
 @st.composite
@@ -122,7 +122,7 @@ def command_lines(draw: Callable, name: str) -> Command:
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
-        arguments = [name, *SHORT, *draw(_training())]
+        arguments = [name, *FIT, *draw(_training())]
     else:
         names, arguments = draw(_options(name))
     if (config := draw(_config(names))) is not None:
