@@ -7,7 +7,6 @@ import torch
 
 from tests.support import ranks
 from tests.support.processes import forked
-from tests.support.ranks import accelerator_of
 from tests.support.steps import difference, plain_steps, weights, write_initial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # on the CPU tests/training/test_strategies.py says more
@@ -29,7 +28,7 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, device, tm
         pytest.skip(f"needs two GPUs, and there is {torch.cuda.device_count()}")
     initial = tmp_path / "weights.safetensors"
     write_initial(initial, store)
-    common = {"world": world, "accumulate": BATCHES // world, "accelerator": accelerator_of(device), "clip": CLIP}
+    common = {"world": world, "accumulate": BATCHES // world, "accelerator": device.type, "clip": CLIP}
     runs = [{"strategy": strategy, "folder": str(tmp_path / strategy), **common} for strategy in strategies]
     forked(world, ranks.main, store, str(initial), runs)
     expected = plain_steps(store, initial, BATCHES, CLIP)

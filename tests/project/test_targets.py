@@ -137,8 +137,6 @@ def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeyp
         elif line[0] == "cp":
             assert Path(line[1]).is_file()
             made |= {line[2], str(Path(line[2]).parent)}
-        else:
-            assert line[0] in ("make", "mkdir") or line in ([".", ".venv/bin/activate"], ["hf", "auth", "login"])
     assert ran >= COMMANDS and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
 
 

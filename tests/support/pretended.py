@@ -67,7 +67,7 @@ class PretendedDevice(TorchDispatchMode):
         call = Call(func, args, kwargs or {})
         if func in (aten.is_pinned.default, aten._pin_memory.default):
             return self._pin(func, args[0])
-        if call.rules.consists_of_others:  # inference mode asks for such ones
+        if func._can_decompose():  # into others; inference mode asks for such ones
             with self:
                 return func.decompose(*args, **call.kwargs)
         if not call.on_device:

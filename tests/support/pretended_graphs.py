@@ -93,7 +93,7 @@ class Graph:
                 self.before[storage] = held, held.clone()
         result = call.func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_id(tensor) not in known]
-        if (made or written) and call.rules.packet not in ALLOCATING:  # else it is a view, or has no values yet
+        if (made or written) and call.packet not in ALLOCATING:  # else it is a view, or has no values yet
             numbers = {id(tensor) for tensor in tensors_of(call.by_name) if not isinstance(tensor, Pretended)}
             baked = replace_tensors(lambda tensor: tensor.clone() if id(tensor) in numbers else tensor, (args, kwargs))
             self.steps.append(Step(call.func, *baked, made))
