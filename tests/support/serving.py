@@ -22,8 +22,7 @@ SETTINGS = {  # of vLLM, where the user set none
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-for name, value in SETTINGS.items():
-    os.environ.setdefault(name, value)
+os.environ.update(SETTINGS | os.environ)
 EXACT = {"dtype": "float32", "enforce_eager": True}
 IN_ORDER = {"max_num_seqs": 8, "enable_prefix_caching": False, "async_scheduling": False, "disable_log_stats": False}
 
