@@ -1,16 +1,13 @@
 """Trainings on a device, each in separate processes: the steps of a plain loop, on any number of GPUs."""
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.processes import forked
+from tests.support.processes import forked, needs_deepspeed
 from tests.support.steps import difference, plain_steps, weights, write_initial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # on the CPU tests/training/test_strategies.py says more
-needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
 PROCESSES = [
     pytest.param(1, ["one"], id="alone"),
     pytest.param(2, ["ddp"], id="DDP"),

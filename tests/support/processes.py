@@ -8,11 +8,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 
+import pytest
 import torch
 from torch.multiprocessing import start_processes
 
 multiprocessing.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
 SECONDS = 600  # until all have ended, even on a busy machine
 
 

@@ -16,7 +16,6 @@ The numbers are accumulated batches. At 4 batches a step the third is short: it 
 import json
 import sys
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,14 +34,11 @@ from poss_lightning.training.fit import command_line
 from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.strategies import DeepSpeed, StreamedCheckpointIO, prepare
 from tests.support import ranks
-from tests.support.processes import forked
+from tests.support.processes import forked, needs_deepspeed
 from tests.support.ranks import DATA, EAGLE3, MODEL
 from tests.support.steps import Weights, difference, plain_steps, step_by_step, weights, write_initial
 from tests.support.tiny import tiny_target
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`"
-)
 NIGHTLY = [needs_deepspeed, pytest.mark.nightly]  # processes of ZeRO take long
 
 
