@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from poss_lightning import cli
+from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
 from tests.support import pretended
 from tests.support.command import Poss, run_in
 from tests.support.inputs import write_inputs
+from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target, write_target
 
 if "POSS_DEVICE" not in os.environ:  # as `make test-gpu` and `make test-vllm` set it; other tests use no GPU
@@ -46,6 +48,25 @@ def target() -> Target:
 def tiny_folder(tmp_path_factory) -> str:
     """The tiny target as a local folder."""
     return write_target(tmp_path_factory.mktemp("tiny-target"))
+
+
+@pytest.fixture(scope="session")
+def deep() -> Target:
+    """With layers enough for EAGLE-3."""
+    return tiny_target(num_hidden_layers=8)
+
+
+@pytest.fixture(scope="session")
+def deep_folder(tmp_path_factory) -> str:
+    return write_target(tmp_path_factory.mktemp("deep-target"), num_hidden_layers=8)
+
+
+@pytest.fixture(scope="session")
+def finished(target, tmp_path_factory) -> Path:
+    """A store of several shards that one process wrote without interruption; no test changes it."""
+    folder = tmp_path_factory.mktemp("finished") / "store"
+    write_store(folder, target, make_conversations(), **SIZES)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,13 @@ from poss_lightning.demo import LADDER, SPARE, Sizes, _fit, demo, plan_sizes
 from poss_lightning.evaluation.records import read_records
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
-from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_draft, write_target
 
 
 def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
     folder, target = tmp_path / "demo", tmp_path / "target"
-    tiny_model(max_position_embeddings=4096).save_pretrained(target)
-    tiny_tokenizer().save_pretrained(target)
+    write_target(target, max_position_embeddings=4096)
     tiny_draft(Target.load(str(target), "float32"), [6], depth=1).save_pretrained(tmp_path / "single")
     drafts = {"start_from": str(tmp_path / "single"), "trained": str(tmp_path / "single")}
     monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 2, 1, 4),))

@@ -8,11 +8,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, example, given, note, settings
+from hypothesis import HealthCheck, given, note, settings
 
 from poss_lightning import cli
 from tests.support.command import left, run_in
-from tests.support.fuzz import Command, command_lines, command_lines_over_corpora
+from tests.support.fuzz import Command, command_lines
 
 COMMANDS = [*cli.TOOLS, *cli.TRAINER]
 TOTAL = int(os.environ.get("POSS_FUZZ", "0"))  # commands of a long run
@@ -28,13 +28,6 @@ def test_any_options_end_in_a_result_or_in_one_line(inputs, command):
         check(inputs, line)
 
     run_any()
-
-
-@settings(RUN, max_examples=TOTAL or 6)
-@example(line=Command(["extract", "{inputs}/mine/corpus.jsonl", "out"], {"corpus.jsonl": b"{oops\n{}"}))
-@given(line=command_lines_over_corpora())
-def test_any_corpus_ends_in_a_result_or_in_one_line(inputs, line):
-    check(inputs, line)
 
 
 def check(inputs: Path, line: Command) -> None:

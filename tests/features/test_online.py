@@ -12,20 +12,17 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
-from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tiny import tiny_target
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory, tiny_folder) -> dict[str, dict]:
+def both(tmp_path_factory, tiny_folder, deep_folder) -> dict[str, dict]:
     """The same conversations as a store and as text."""
     folder = tmp_path_factory.mktemp("online")
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"messages": c.messages}) + "\n" for c in make_conversations()))
-    deep = folder / "deep"
-    tiny_model(num_hidden_layers=7).save_pretrained(deep)
-    tiny_tokenizer().save_pretrained(deep)
     found = {}
-    for name, target, layers in (("", tiny_folder, None), ("-eagle3", str(deep), [2, 3, 4])):
+    for name, target, layers in (("", tiny_folder, None), ("-eagle3", deep_folder, [2, 4, 5])):
         extract(str(corpus), str(folder / f"store{name}"), target, max_length=60, dtype="float32", layers=layers)
         found[f"online{name}"] = {"corpus": str(corpus), "target": target, "max_length": 60, "dtype": "float32"}
         found[f"store{name}"] = {"store": str(folder / f"store{name}")}
@@ -62,7 +59,7 @@ def test_online_features_train_as_those_of_a_store(both, kind):
 def test_a_pickled_source_has_no_target(both):
     """Loader processes that are not forked get one."""
     online = FeatureData(**both["online-eagle3"], validation=0.2).source
-    for features in (online, online.select((2, 3, 4))):
+    for features in (online, online.select((2, 4, 5))):
         sent = pickle.loads(pickle.dumps(features))
         assert not hasattr(sent, "model") and sent.layers == features.layers
         assert sent[0].tokens.equal(features[0].tokens)

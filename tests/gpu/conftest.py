@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,32 +42,21 @@ def exact_and_compiled() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> str:
     """A tiny target."""
-    return Path(write_target(tmp_path_factory.mktemp("target"), **WIDE))
+    return write_target(tmp_path_factory.mktemp("target"), **WIDE)
 
 
 @pytest.fixture(scope="session")
 def target(folder, device) -> Target:
     """In float32, on the device."""
-    return Target.load(str(folder), "float32", str(device))
+    return Target.load(folder, "float32", str(device))
 
 
 @pytest.fixture(scope="session")
 def store(folder, tmp_path_factory) -> str:
     """Features with inner layers, as the CPU computes them."""
     store = tmp_path_factory.mktemp("store")
-    on_cpu = Target.load(str(folder), "float32", "cpu")
+    on_cpu = Target.load(folder, "float32", "cpu")
     write_store(store, on_cpu, talks(), **SIZES, layers=INNER)
     return str(store)
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    """Print what tests of this folder recorded, and why others were skipped, one line each."""
-    lines: dict[str, None] = {}
-    for report in [*terminalreporter.getreports("skipped"), *terminalreporter.getreports("passed")]:
-        if "tests/gpu/" in report.nodeid:
-            reason = [report.longrepr[2]] if report.skipped else []
-            lines |= dict.fromkeys([*reason, *(f"{name}: {value}" for name, value in report.user_properties)])
-    for line in lines:
-        terminalreporter.write_line(line)

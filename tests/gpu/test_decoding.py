@@ -105,7 +105,7 @@ def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
     device = target.device
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.device_count() - 1)
-    last = Target.load(str(folder), "float32", str(device))
+    last = Target.load(folder, "float32", str(device))
     engine, plain = Speculative(last, tiny_draft(last, [1, 1]), 2, 8, 4), Autoregressive(target, graphs=False)
     assert texts(engine, GREEDY, PROMPTS, limit) == texts(plain, GREEDY, PROMPTS, limit)
     assert engine.graphs.enabled == (device.type == "cuda")

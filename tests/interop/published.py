@@ -53,10 +53,8 @@ def agree(folder: Path, draft: Specialists, target: Target, config: dict | None 
     generator, inner = torch.Generator().manual_seed(0), draft.config.reads_inner_layers
     tokens = torch.randint(VOCABULARY, (4 + DEPTH,), generator=generator)
     outputs = torch.randn(5, draft.fc.in_features if inner else D, generator=generator)
-    make, runs = naive.PublishedEagle3, draft.config.allocation
-    if not inner:
-        make, runs = naive.PublishedDraft, runs[0]
-    twin = make(read(folder), config or stated(folder), runs)
+    make = naive.PublishedEagle3 if inner else naive.PublishedDraft
+    twin = make(read(folder), config or stated(folder), draft.config.allocation)
     expected = torch.stack(twin.chain(target.embed_head.embedding, tokens, outputs, DEPTH))
     ours = torch.stack(naive.chain(draft, target.embed_head.embed(tokens), outputs, 4, DEPTH))
     if inner:

@@ -23,6 +23,7 @@ from tests.support import families
 from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, files, parsed, shell
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
+from tests.support.writers import CALLBACKS, TRAINER
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 ASKING = {"--help", "--version"}
@@ -111,20 +112,8 @@ def test_the_output_in_a_document_is_what_is_printed(command, output, capsys, mo
 # --- worked examples run, on the tiny target and in one step ---
 
 HERE = ["--device", "cpu", "--dtype", "float32"]
-FIT = {
-    "data": {"validation": 0.3},
-    "trainer": {
-        "accelerator": "cpu",
-        "precision": "32-true",
-        "max_steps": 1,
-        "val_check_interval": 1,
-        "callbacks": [
-            {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 2}},
-            {"class_path": "poss_lightning.training.callbacks.DraftFolders"},
-            {"class_path": "poss_lightning.training.callbacks.LastCheckpoint"},
-        ],
-    },
-}
+ONE_STEP = {"max_steps": 1, "val_check_interval": 1, "callbacks": CALLBACKS}
+FIT = {"data": {"validation": 0.3}, "trainer": TRAINER | ONE_STEP}
 SMALL = {  # appended to a command's own options, so these win
     "synthesize": [*HERE, "--conversations", "40", "--user_tokens", "6", "--answer_tokens", "8"],
     "extract": HERE,

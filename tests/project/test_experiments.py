@@ -42,12 +42,6 @@ def test_all_records_are_read_and_every_experiment_has_a_readme():
         assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in index
 
 
-def test_experiments_stay_small():
-    files = [file for file in EXPERIMENTS.rglob("*") if file.is_file() and not {"cells", "__pycache__"} & {*file.parts}]
-    assert len(files) <= 130 and sum(file.stat().st_size for file in files) <= 3_000_000
-    assert len((EXPERIMENTS / "LOG.md").read_text().splitlines()) <= 150
-
-
 def test_no_prompt_of_our_suites_is_in_the_training_text():
     asked = {turn for question in read_suites() for turn in question.turns}
     with lzma.open(EXPERIMENTS / "data" / "varied.jsonl.xz", "rt", encoding="utf-8") as lines:

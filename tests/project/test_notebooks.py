@@ -1,6 +1,5 @@
 """Notebooks run as they are committed, on a tiny target and a made-up sweep, and are committed without output."""
 
-import ast
 import json
 import re
 import runpy
@@ -76,14 +75,6 @@ def test_a_notebook_is_committed_stripped(file):
     assert text(stripped(notebook)) == committed, f"{file.name}: write it with notebooks/execute.py"
     assert not (found := ABSOLUTE.search(committed)), f"{file.name} names a place of one machine: {found}"
     assert parameters(notebook) is next(cell for cell in notebook.cells if cell.cell_type == "code")
-
-
-@pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
-def test_what_a_notebook_imports_exists(file):
-    code = "\n".join(cell.source for cell in read(file).cells if cell.cell_type == "code")
-    for line in ast.walk(ast.parse(re.sub(r"^%.*$", "", code, flags=re.MULTILINE))):
-        if isinstance(line, ast.ImportFrom):
-            exec(ast.unparse(line), {})
 
 
 def parameters(notebook):

@@ -5,7 +5,6 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from itertools import chain
 from pathlib import Path
 
@@ -82,16 +81,6 @@ def test_imports_point_down():
         if not may_import(module, name)
     ]
     assert not wrong, "\n".join(["imports against ARCHITECTURE.md:", *wrong])
-
-
-def test_imports_go_in_no_circle():
-    """Not even inside functions."""
-    found = {f"{PACKAGE}.{module}": {name for _, name in own} for _, module, own in modules()}
-    graph = {
-        module: {place for name in names for place in (name, name.rpartition(".")[0])} & found.keys() - {module}
-        for module, names in found.items()
-    }
-    assert list(TopologicalSorter(graph).static_order())  # else a CycleError names the circle
 
 
 def test_environment_lists_the_dependencies_of_pyproject():

@@ -41,17 +41,14 @@ class NaiveEngine:
 
     def states(self, text: list[int]) -> torch.Tensor:
         """(T, layers, D): caught as they leave the decoder layers."""
-        caught, layers = {}, self.target.model.base_model.layers
-
-        def catch(layer: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-            caught[layer] = output[0]
-
-        hooks = [layer.register_forward_hook(catch) for layer in layers]
+        caught: list[torch.Tensor] = []
+        layers = self.target.model.base_model.layers
+        hooks = [layer.register_forward_hook(lambda *given: caught.append(given[-1][0])) for layer in layers]
         with torch.inference_mode():
             self.target.text_features(torch.tensor([text]))
         for hook in hooks:
             hook.remove()
-        return torch.stack([caught[layers[number - 1]] for number in self.written], dim=1)
+        return torch.stack([caught[number - 1] for number in self.written], dim=1)
 
     def write(self, file: str, content: Content | None, lock: int) -> None:
         time.sleep(self.seconds)

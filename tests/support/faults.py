@@ -60,10 +60,6 @@ class Ended(NamedTuple):
     def __str__(self) -> str:
         return f"{self.code}\n{self.text[-3000:]}"
 
-    def is_refusal(self, command: str) -> bool:
-        """Whether the command ended with one clear line."""
-        return isinstance(self.code, str) and self.code.startswith(f"poss {command}: ") and "Traceback" not in self.text
-
 
 class Child:
     """A forked process that runs `poss` in a folder, and meets the fault if one is given."""

@@ -21,7 +21,7 @@ ODD = [*map(str, NUMBERS), "", " ", "null", "nowhere", "a" * 300, "[", "[2,2", "
 ODD += ["<|im_end|>", "\x1b[31m", "..", "é\udcff", "a\nb", "%s"]
 PLACES = ["corpus.jsonl", "malformed.jsonl", "empty.jsonl", "suite.jsonl", "long.jsonl", "store", "draft", "target"]
 PLACES += ["draft-of-another", "another", "no-template", "truncated", "flipped", "contradicting", "no-weights"]
-PLACES += ["misspelt.yaml", "tab.yaml", "latin.yaml", "records", "acceptance.jsonl", "mine"]
+PLACES += ["group.yaml", "tab.yaml", "records", "acceptance.jsonl", "mine"]
 OUTS = ["out", "out.jsonl", "out.jsonl.gz", "out.html", "deep/er/out", "", " ", "mine", "mine/notes.txt/x"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "\x00", "\ud800", "\u2028", "<script>", "\x1b[2J", " ", "a" * 3000]
 
@@ -102,7 +102,7 @@ LIKELY = {  # by name: places with which a command can run at all, tried as ofte
     "folder": "{inputs}/mine",
     "out": "out",
 }
-SUITES = "[{inputs}/suite.jsonl]"
+SUITES, CORPORA = "[{inputs}/suite.jsonl]", "[{inputs}/mine/corpus.jsonl]"
 ALWAYS = {  # without which a command may take minutes, or print pages
     "synthesize": {"conversations": "2", "batch_size": "4", "user_tokens": "4", "answer_tokens": "4"},
     "benchmark": {"limit": "1", "max_new_tokens": "4", "drafts.d": "{inputs}/draft", "suites": SUITES},
@@ -112,8 +112,8 @@ ALWAYS = {  # without which a command may take minutes, or print pages
     "replay": {"drafts.d": "{inputs}/draft"},
     "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
-FIT = ("accelerator=cpu", "precision=32-true", "max_steps=1", "limit_val_batches=0", "callbacks=null")
-FIT += ("logger=false", "enable_checkpointing=false")
+SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
+FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")
 
 
 @st.composite
@@ -122,7 +122,7 @@ def command_lines(draw: Callable, name: str) -> Command:
     files = {"corpus.jsonl": draw(corpus())}
     if name in cli.TRAINER:
         names = ["model", "model.depth", "data", "data.limit", "trainer", "modle", "seed_everything", "ckpt_path"]
-        arguments = [name, *(f"--trainer.{option}" for option in FIT), *draw(_training())]
+        arguments = [name, *FIT, *draw(_training())]
     else:
         names, arguments = draw(_options(name))
     if (config := draw(_config(names))) is not None:
@@ -141,6 +141,8 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
     optional = {each.name: each.annotation for each in parameters.values() if each not in needed}
     for option in draw(st.lists(st.sampled_from([*optional, "wrong"]), max_size=draw(st.integers(0, 3)), unique=True)):
         given[option] = draw(value(optional[option])) if option in optional else "1"
+    if draw(st.booleans()):
+        given |= dict.fromkeys({"prompts", "suites"} & parameters.keys(), CORPORA)
     arguments += [f"--{option}={text}" for option, text in given.items()]
     return [*parameters, "wrong"], arguments
 
@@ -172,18 +174,3 @@ def _training() -> st.SearchStrategy[list[str]]:
     one = st.sampled_from([*options]).flatmap(lambda name: value(options[name]).map(f"{name}={{}}".format))
     start = ["--data.store={inputs}/store", "--data.validation=0.2", "--model.allocation=[1, 1]"]
     return st.lists(one, max_size=3).map(lambda more: [*start, *more])
-
-
-@st.composite
-def command_lines_over_corpora(draw: Callable) -> Command:
-    """A valid command line of a command that reads conversations or questions, which may be anything."""
-    corpora = "{inputs}/mine/corpus.jsonl"
-    lines = {
-        "extract": ([corpora, "out"], {}),
-        "synthesize": (["out.jsonl"], {"prompts": f"[{corpora}]"}),
-        "benchmark": (["out"], {"suites": f"[{corpora}]"}),
-    }
-    name = draw(st.sampled_from([*lines]))
-    arguments, more = lines[name]
-    options = [f"--{option}={text}" for option, text in (TINY | ALWAYS[name] | more).items()]
-    return Command([name, *arguments, *options], {"corpus.jsonl": draw(corpus())})

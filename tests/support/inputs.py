@@ -9,12 +9,7 @@ from poss_lightning.extract import extract
 from tests.support.tiny import tiny_draft, tiny_target, write_target
 
 QUESTION = {"role": "user", "content": "How many legs?"}
-YAML = {
-    "misspelt": "model: {allocaton: [2]}",
-    "group": "modle.depth: 2",
-    "number": "draft: 1",
-    "tab": "model:\n\tallocation: [2]",
-}
+YAML = {"group": "modle.depth: 2", "number": "draft: 1", "tab": "model:\n\tallocation: [2]"}
 
 
 def write_inputs(folder: Path) -> None:
@@ -31,16 +26,7 @@ def write_inputs(folder: Path) -> None:
     tiny_draft(tiny_target(), [1, 1]).save_pretrained(folder / "draft")
     few = {"target": target, "dtype": "float32", "max_new_tokens": 8, "suites": [suite]}
     benchmark(str(folder / "records"), drafts={"d": str(folder / "draft")}, **few)
-    _break(folder)
-
-
-def write_suite(path: Path, *turns: list[str]) -> str:
-    """Questions 0, 1, 2, … of these turns."""
-    path.write_text("".join(json.dumps({"question_id": i, "turns": each}) + "\n" for i, each in enumerate(turns)))
-    return str(path)
-
-
-def _break(folder: Path) -> None:
+    # and what is broken
     tiny_draft(tiny_target(1), [1, 1]).save_pretrained(folder / "draft-of-another")
     write_target(folder / "another", 1)
     without = shutil.ignore_patterns
@@ -54,4 +40,9 @@ def _break(folder: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
     for name, text in YAML.items():
         (folder / f"{name}.yaml").write_text(text + "\n")
-    (folder / "latin.yaml").write_bytes("# größer".encode("latin-1"))
+
+
+def write_suite(path: Path, *turns: list[str]) -> str:
+    """Questions 0, 1, 2, … of these turns."""
+    path.write_text("".join(json.dumps({"question_id": i, "turns": each}) + "\n" for i, each in enumerate(turns)))
+    return str(path)

@@ -23,7 +23,7 @@ SHAPES = {  # of a published layer
     "mlp.down_proj.weight": (D, INNER),
     "post_attention_layernorm.weight": (D,),
 }
-CONFIG = SIZE | {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
+CONFIG = SIZE | {  # keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-8B.json
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
@@ -33,8 +33,6 @@ CONFIG = SIZE | {  # the keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instr
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
-    "transformers_version": "4.28.1",
-    "use_cache": True,
 }
 
 

@@ -76,13 +76,12 @@ def fuse(draft, read: Tensor) -> Tensor:
 def _distributions(prediction, feature, head, scale=1.0, cap=None, draft_head=None):
     """p and q after one slot: (V,) each."""
 
-    def softmax(x):
+    def logits(x):
         plain = head.double() @ x * scale
-        return (plain if cap is None else cap * torch.tanh(plain / cap)).softmax(-1)
+        return plain if cap is None else cap * torch.tanh(plain / cap)
 
-    return softmax(feature), softmax(prediction) if draft_head is None else (draft_head.double() @ prediction).softmax(
-        -1
-    )
+    drafted = logits(prediction) if draft_head is None else draft_head.double() @ prediction
+    return logits(feature).softmax(-1), drafted.softmax(-1)
 
 
 def pass_losses(weights, predictions, features, counts, head, slot_weights=None, **between):
@@ -163,13 +162,17 @@ class PublishedDraft:
 
     Args:
         tensors, config: of model.safetensors and config.json.
-        run: positions that each layer serves; the last goes on.
+        runs: positions that each layer serves; the last goes on.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], config: dict, run: int):
-        self.tensors = {name: tensor.float() for name, tensor in tensors.items()}
-        self.config, self.run = config, run
-        self.layers = sum(name.endswith("q_proj.weight") for name in tensors)
+    def __init__(self, tensors: dict[str, Tensor], config: dict, runs: list[int]):
+        self.tensors, self.config = {name: tensor.float() for name, tensor in tensors.items()}, config
+        numbered = [f"layers.{i}" for i, run in enumerate(runs) for _ in range(run)]
+        self.names = ["midlayer"] if "midlayer.hidden_norm.weight" in tensors else numbered
+
+    def layer(self, k: int) -> str:
+        """That serves position k."""
+        return self.names[min(k, len(self.names)) - 1]
 
     def linear(self, name: str, x: Tensor) -> Tensor:
         return x @ self.tensors[f"{name}.weight"].T + self.tensors.get(f"{name}.bias", 0)
@@ -235,23 +238,14 @@ class PublishedDraft:
         outputs = []
         for k in range(1, depth + 1):
             slots = torch.cat([embedding[tokens[: len(features)]].float(), features], dim=-1)
-            of, z = f"layers.{min((k - 1) // self.run, self.layers - 1)}", self.linear("fc", slots)
+            of, z = self.layer(k), self.linear("fc", slots)
             outputs.append(self.rest(of, z + self.attend(of, z))[-1])
             features = torch.cat([features, outputs[-1][None]])
         return outputs
 
 
 class PublishedEagle3(PublishedDraft):
-    """An EAGLE-3 draft likewise, or SPEED's: layers that all read one cache, as its trainer has it.
-
-    Args:
-        runs: positions that each layer serves; the last goes on.
-    """
-
-    def __init__(self, tensors: dict[str, Tensor], config: dict, runs: list[int]):
-        super().__init__(tensors, config, runs[0])
-        numbered = [f"layers.{i}" for i, run in enumerate(runs) for _ in range(run)]
-        self.names = numbered if "layers.0.hidden_norm.weight" in tensors else ["midlayer"]
+    """An EAGLE-3 draft likewise, or SPEED's: layers that all read one cache, as its trainer has it."""
 
     def chain(self, embedding: Tensor, tokens: Tensor, read: Tensor, depth: int) -> list[Tensor]:
         """What it says at the newest slot, step by step: K logits (V,) of the target's tokens, -inf where it has none.
@@ -265,8 +259,8 @@ class PublishedEagle3(PublishedDraft):
         if self.config.get("norm_before_fc"):
             read = self.norm("input_norm", read)
         h, said, cache = self.linear("fc", read), [], []
-        for k in range(depth):
-            of, e = self.names[min(k, len(self.names) - 1)], embedding[tokens[: len(h)]].float()
+        for k in range(1, depth + 1):
+            of, e = self.layer(k), embedding[tokens[: len(h)]].float()
             hidden = self.norm(f"{of}.hidden_norm", h)
             joined = torch.cat([self.norm(f"{of}.input_layernorm", e), hidden], dim=-1)
             residual = hidden if self.config.get("norm_before_residual") else h

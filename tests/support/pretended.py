@@ -11,7 +11,7 @@ What it cannot show: kernels, streams, times, and lines that ask whether a devic
 from functools import cache, partial
 from importlib import import_module
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from tests.support.pretended_calls import (
     replace_tensors,
     storage_id,
 )
-
-if TYPE_CHECKING:
-    from tests.support.pretended_graphs import Graph
 
 # What CUDA's autocast computes in its own dtype, and what in float32; of those that the package or its target uses.
 AUTOCAST = "AutocastPrivateUse1"
@@ -63,14 +60,14 @@ class PretendedDevice(TorchDispatchMode):
         register()
         self.waits: list[str] = []
         self.captures = 0
-        self.graph: Graph | None = None
+        self.graph: Any = None
         self.pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         call = Call(func, args, kwargs or {})
         if func in (aten.is_pinned.default, aten._pin_memory.default):
             return self._pin(func, args[0])
-        if call.rules.consists_of_others:  # inference mode asks for such ones
+        if func._can_decompose():  # into others; inference mode asks for such ones
             with self:
                 return func.decompose(*args, **call.kwargs)
         if not call.on_device:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,22 +70,10 @@ class Pretended(Tensor):
         return self.cpu().tolist()
 
 
-class Rules(NamedTuple):
-    """What holds for an operation, whatever its arguments are."""
-
-    packet: Any  # the operation without its overload
-    names: list[str]  # of its arguments
-    writes: frozenset[str]  # which of them it changes in place
-    takes_numbers: bool  # of the host, beside tensors of the device
-    consists_of_others: bool
-
-
 @cache
-def rules_of(func: Any) -> Rules:
-    arguments, packet = func._schema.arguments, func.overloadpacket
-    writes = frozenset(each.name for each in arguments if each.alias_info and each.alias_info.is_write)
-    takes_numbers = torch.Tag.pointwise in func.tags or packet in TAKES_NUMBERS
-    return Rules(packet, [each.name for each in arguments], writes, takes_numbers, func._can_decompose())
+def writes_of(func: Any) -> dict[str, bool]:
+    """Whether an operation changes an argument in place, by its name."""
+    return {each.name: bool(each.alias_info and each.alias_info.is_write) for each in func._schema.arguments}
 
 
 class Call:
@@ -93,8 +81,8 @@ class Call:
 
     def __init__(self, func: Any, args: tuple, kwargs: dict[str, Any]):
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.rules = rules_of(func)
-        self.by_name = dict(zip(self.rules.names, args, strict=False)) | kwargs
+        self.packet, self.writes = func.overloadpacket, writes_of(func)
+        self.by_name = dict(zip(self.writes, args, strict=False)) | kwargs
         self.device_tensors = [tensor for tensor in tensors_of(self.by_name) if isinstance(tensor, Pretended)]
         asked = kwargs.get("device")
         self.asked = None if asked is None else torch.device(asked).type
@@ -102,7 +90,7 @@ class Call:
 
     def written(self) -> list[Tensor]:
         """Tensors that it changes in place."""
-        return tensors_of([self.by_name.get(name) for name in self.rules.writes])
+        return tensors_of([self.by_name.get(name) for name, writes in self.writes.items() if writes])
 
     def on_host(self) -> tuple[tuple, dict[str, Any]]:
         """The arguments with values in the place of tensors of the device."""
@@ -115,12 +103,13 @@ class Call:
 
     def check_devices(self) -> None:
         """Raise DeviceError where tensors of host and device are mixed."""
-        packet, _, writes, takes_numbers, _ = self.rules
+        packet = self.packet
         if packet in COPYING:
             return
+        takes_numbers = torch.Tag.pointwise in self.func.tags or packet in TAKES_NUMBERS
         for name, value in self.by_name.items():
             for tensor in tensors_of(value):
-                number = takes_numbers and tensor.ndim == 0 and name not in writes
+                number = takes_numbers and tensor.ndim == 0 and not self.writes[name]
                 index = packet in INDEXING and name == "indices"
                 if not (isinstance(tensor, Pretended) or number or index):
                     here = f"{name} of {self.func} is on the host, with shape {tuple(tensor.shape)}"
@@ -128,23 +117,22 @@ class Call:
 
     def synchronises(self, pinned: dict[int, Tensor]) -> str | None:
         """Why the host waits; None where it does not."""
-        packet = self.rules.packet
-        if packet in INDEXING:
+        if self.packet in INDEXING:
             return self._index_synchronises()
-        if packet in COPYING:
+        if self.packet in COPYING:
             return self._copy_synchronises(pinned)
-        return str(packet) if packet in SIZED_BY_VALUES else None
+        return str(self.packet) if self.packet in SIZED_BY_VALUES else None
 
     def _index_synchronises(self) -> str | None:
         indices = [index for index in self.args[1] if index is not None]
         masks = [index.dtype in (torch.bool, torch.uint8) for index in indices]
-        fills = self.rules.packet is not aten.index and self.args[2].numel() == 1 and all(masks)
+        fills = self.packet is not aten.index and self.args[2].numel() == 1 and all(masks)
         if any(masks) and not fills:
             return "a mask as an index"
         return None if all(isinstance(index, Pretended) for index in indices) else "an index from the host"
 
     def _copy_synchronises(self, pinned: dict[int, Tensor]) -> str | None:
-        if self.rules.packet is aten.copy_:
+        if self.packet is aten.copy_:
             source, target = self.by_name["src"], self.by_name["self"]
             there = isinstance(target, Pretended)
         elif self.asked:

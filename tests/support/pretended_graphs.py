@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -34,20 +34,12 @@ Storage = torch.UntypedStorage
 SPOILT = 0xFF  # in every byte: nan, or -1
 
 
-class Step(NamedTuple):
-    """An operation of a graph, with tensors of the host that hold the device's values."""
-
-    func: Any
-    args: tuple
-    kwargs: dict[str, Any]
-    made: list[Tensor]  # by it, in the graph's pool
-
-
 class Graph:
     """A `torch.cuda.CUDAGraph`. Its pool is memory that is never given back; graphs share it, as they run in turn."""
 
     def __init__(self):
-        self.steps: list[Step] = []
+        # Operations with arguments on the host that hold the device's values, and what each makes, in the graph's pool.
+        self.steps: list[tuple[Any, tuple, dict[str, Any], list[Tensor]]] = []
         self.own: dict[int, Storage] = {}  # that it makes, in its pool
         self.outside: dict[int, tuple[weakref.ref[Memory], str]] = {}  # memory that is not the pool's, and who uses it
         self.before: dict[int, tuple[Storage, Storage]] = {}  # storages that it writes, and what they held
@@ -93,10 +85,10 @@ class Graph:
                 self.before[storage] = held, held.clone()
         result = call.func(*args, **kwargs)
         made = [tensor for tensor in tensors_of(result) if storage_id(tensor) not in known]
-        if (made or written) and call.rules.packet not in ALLOCATING:  # else it is a view, or has no values yet
+        if (made or written) and call.packet not in ALLOCATING:  # else it is a view, or has no values yet
             numbers = {id(tensor) for tensor in tensors_of(call.by_name) if not isinstance(tensor, Pretended)}
             baked = replace_tensors(lambda tensor: tensor.clone() if id(tensor) in numbers else tensor, (args, kwargs))
-            self.steps.append(Step(call.func, *baked, made))
+            self.steps.append((call.func, *baked, made))
         self.own.update((storage_id(tensor), tensor.untyped_storage()) for tensor in made)
         return result
 

@@ -6,52 +6,36 @@ The test itself cannot fork: on a GPU its backward has left threads behind.
 import multiprocessing
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
-from multiprocessing.connection import wait
-from pathlib import Path
+from importlib.util import find_spec
 
+import pytest
 import torch
+from torch.multiprocessing import start_processes
 
-fork = multiprocessing.get_context("forkserver")
-fork.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
+multiprocessing.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
+needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
 SECONDS = 600  # until all have ended, even on a busy machine
 
 
-def forked(log: Path, world: int, work: Callable[..., None], *given: object) -> list[int]:
-    """The exit codes of `world` ranks that do `work(*given)`, as if started by torchrun; one that fails ends all.
-
-    Rank r prints to `log`.r.
-    """
+def forked(world: int, work: Callable[..., None], *given: object) -> None:
+    """Let `world` ranks do `work(*given)`, as if started by torchrun; one that fails ends all, and the test."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         shared = {"WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    ranks = [fork.Process(target=_rank, args=(log, shared, rank, work, given)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
+    ranks = start_processes(_rank, (shared, work, given), world, join=False, start_method="forkserver")
+    end = time.monotonic() + SECONDS
     try:
-        left, end = ranks, time.monotonic() + SECONDS
-        while left and not any(rank.exitcode for rank in ranks) and time.monotonic() < end:
-            wait([rank.sentinel for rank in left], end - time.monotonic())
-            left = [rank for rank in left if rank.exitcode is None]
+        while not ranks.join(end - time.monotonic(), grace_period=0):
+            assert time.monotonic() < end
     finally:
-        for rank in ranks:
+        for rank in ranks.processes:
             rank.kill()
-            rank.join()
-    return [rank.exitcode for rank in ranks]
 
 
-def printed(log: Path) -> str:
-    """The last characters that each rank printed."""
-    return "\n".join(path.read_text()[-2000:] for path in sorted(log.parent.glob(f"{log.name}.*")))
-
-
-def _rank(log: Path, shared: dict[str, object], rank: int, work: Callable[..., None], given: tuple) -> None:
+def _rank(rank: int, shared: dict[str, object], work: Callable[..., None], given: tuple) -> None:
     torch.set_num_threads(1)  # as in the test's own process: sums of two threads differ in their last bits
     own = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0}
     os.environ.update({name: str(value) for name, value in (shared | own).items()})
-    sys.stdout = sys.stderr = open(f"{log}.{rank}", "w", buffering=1)  # noqa: SIM115
-    for stream in (1, 2):
-        os.dup2(sys.stderr.fileno(), stream)
     work(*given)

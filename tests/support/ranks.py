@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -40,11 +39,6 @@ def deepspeed(stage: int, **options: bool) -> DeepSpeed:
 STRATEGIES = {"one": lambda: "auto", "ddp": DDPStrategy}
 STRATEGIES |= {f"zero{stage}": partial(deepspeed, stage) for stage in (1, 2, 3)}
 STRATEGIES |= {"zero3-offload": partial(deepspeed, 3, offload_optimizer=True, offload_parameters=True)}
-
-
-def accelerator_of(device: torch.device) -> str:
-    """Lightning's name of it."""
-    return {"cuda": "gpu"}.get(device.type, device.type)
 
 
 class Reductions(lightning.Callback):

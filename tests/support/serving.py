@@ -22,8 +22,7 @@ SETTINGS = {  # of vLLM, where the user set none
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-for name, value in SETTINGS.items():
-    os.environ.setdefault(name, value)
+os.environ.update(SETTINGS | os.environ)
 EXACT = {"dtype": "float32", "enforce_eager": True}
 IN_ORDER = {"max_num_seqs": 8, "enable_prefix_caching": False, "async_scheduling": False, "disable_log_stats": False}
 
@@ -57,11 +56,6 @@ def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], lim
     for prompt, answer in zip(prompts, answers, strict=True):
         engine.decode([prompt], limit, frozenset(), watch=answer.note)
     return answers
-
-
-def answer_plainly(target: Target, prompts: list[list[int]], limit: int) -> list[Answer]:
-    """The target's own answers, from our engine."""
-    return [Answer(decoded.tokens) for decoded in Autoregressive(target).decode(prompts, limit, frozenset())]
 
 
 def serve(
@@ -99,14 +93,15 @@ def serve(
     return [Answer(list(output.outputs[0].token_ids), rounds.get(output.request_id, [])) for output in outputs]
 
 
-def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int = 150) -> None:
+def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int) -> None:
     """Let a draft learn what its target answers to these prompts, so that rounds of every length happen."""
     config, embed_head = draft.config, target.embed_head.restrict(draft.vocabulary)
     ids = torch.arange(target.spec.vocab_size) if draft.vocabulary is None else draft.vocabulary
     rows = torch.full((target.spec.vocab_size,), -100)  # what the loss passes over
     rows[ids] = torch.arange(len(ids))
     samples = []
-    for prompt, answer in zip(prompts, answer_plainly(target, prompts, limit), strict=True):
+    answers = Autoregressive(target).decode(prompts, limit, frozenset())
+    for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([prompt + answer.tokens])
         with torch.no_grad():
             features, inner = target.text_layers(tokens, config.layers or (1,))

@@ -24,7 +24,8 @@ def make_records(
         hardness = draw.normal(0, 0.05)
         for turn, repeat, method in product(range(2), range(2), methods):
             drafted = 0 if method in BASELINES else rounds
-            accepted = [_accepted(draw, SHARES[method], hardness) for _ in range(drafted)]
+            held = [[draw.random() < share + hardness for share in SHARES[method]] for _ in range(drafted)]
+            accepted = [[*positions, False].index(False) for positions in held]
             length = 1 + (sum(accepted) + drafted or rounds)
             total = 0.05 * (drafted or length) * draw.uniform(0.9, 1.1)
             words = [f"w{place} " for place in range(length)]
@@ -42,11 +43,6 @@ def make_records(
             )
             records.append(record)
     return records
-
-
-def _accepted(draw, shares, hardness) -> int:
-    held = [draw.random() < share + hardness for share in shares]
-    return (held + [False]).index(False)
 
 
 def rows_of(records, **options):
@@ -85,8 +81,3 @@ def true_reach(method: str, deviation: float) -> np.ndarray:
     points, weights = np.polynomial.hermite_e.hermegauss(60)
     shares = expit(LOGITS[method][:, None] + deviation * points)  # (K, points)
     return np.append(1, np.cumprod(shares, 0) @ weights / weights.sum())
-
-
-def true_tau(method: str, deviation: float) -> float:
-    """Its τ over all prompts."""
-    return true_reach(method, deviation).sum()

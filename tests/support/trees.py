@@ -13,13 +13,10 @@ def given_noise(noise: Tensor) -> SimpleNamespace:
 
 def random_tree(seed: int, nodes: int = 14, vocabulary: int = 6) -> tuple[list[int], list[int]]:
     """Tokens and parents; children of a node differ."""
-    chance = random.Random(seed)
-    tokens, parents, used = [0], [0], {0: set()}
+    chance, tokens, parents = random.Random(seed), [0], [0]
     while len(tokens) < nodes:
         parent, token = chance.randrange(len(tokens)), chance.randrange(vocabulary)
-        if token not in used[parent]:
-            used[parent].add(token)
-            used[len(tokens)] = set()
+        if (parent, token) not in zip(parents[1:], tokens[1:], strict=True):
             tokens.append(token)
             parents.append(parent)
     return tokens, parents

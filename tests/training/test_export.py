@@ -12,7 +12,7 @@ from poss_lightning import cli
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.export import restrict_vocabulary
 from tests.support.stores import contents, make_conversations
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tiny import tiny_draft, tiny_target, write_target
 
 
 def test_only_the_vocabulary_changes(target, tmp_path):
@@ -73,8 +73,7 @@ def test_the_command_restores_the_whole_vocabulary(given, tmp_path):
 
 def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):
     """This target also stops at 319, which the template never writes."""
-    tiny_model(eos_token_id=[1, 319]).save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    write_target(tmp_path / "target", eos_token_id=[1, 319])
     given = given | {"target": str(tmp_path / "target")}
     run(given, tmp_path / "small", 2)
     assert Specialists.from_pretrained(tmp_path / "small").vocabulary.tolist() == [1, 319]

@@ -9,7 +9,7 @@ import torch
 
 from poss_lightning.training import muon
 from poss_lightning.training.muon import LENGTH, Muon, orthogonalize, waves
-from tests.support.processes import forked, printed
+from tests.support.processes import forked
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
 
@@ -80,7 +80,7 @@ def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tens
 
 
 def test_two_processes_take_the_steps_of_one_bitwise(tmp_path):
-    assert forked(tmp_path / "log", 2, share_steps, tmp_path) == [0, 0], printed(tmp_path / "log")
+    forked(2, share_steps, tmp_path)
     alone = take_steps()
     for rank in range(2):
         assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), alone))

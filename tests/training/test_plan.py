@@ -14,18 +14,12 @@ from poss_lightning.losses.passes import pass_losses
 from poss_lightning.training.flops import count_parameters, step_flops
 from poss_lightning.training.optimizers import make_optimizer
 from poss_lightning.training.plan import GIB, SIZE_FIELDS, TARGETS, find_target, moment_bytes, state_bytes, token_bytes
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import tiny_draft
 
 LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)
 
 
 # --- FLOPs ---
-
-
-@pytest.fixture(scope="module")
-def deep():
-    """A target with inner layers to read."""
-    return tiny_target(num_hidden_layers=4)
 
 
 @pytest.mark.parametrize(

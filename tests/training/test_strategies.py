@@ -16,7 +16,6 @@ The numbers are accumulated batches. At 4 batches a step the third is short: it 
 import json
 import sys
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,14 +34,11 @@ from poss_lightning.training.fit import command_line
 from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.strategies import DeepSpeed, StreamedCheckpointIO, prepare
 from tests.support import ranks
-from tests.support.processes import forked, printed
+from tests.support.processes import forked, needs_deepspeed
 from tests.support.ranks import DATA, EAGLE3, MODEL
 from tests.support.steps import Weights, difference, plain_steps, step_by_step, weights, write_initial
 from tests.support.tiny import tiny_target
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="DeepSpeed is not installed; see `make setup`"
-)
 NIGHTLY = [needs_deepspeed, pytest.mark.nightly]  # processes of ZeRO take long
 
 
@@ -87,8 +83,8 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("trained")
     # A draft whose own head learns outside the unroll, without detaching.
     eagle3 = {"store": inner, "model": EAGLE3, "initial": str(initial.with_name("eagle3.safetensors"))}
-    launch(store, initial, out, 1, runs(out, "one"))
-    launch(store, initial, out, 2, [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
+    forked(1, ranks.main, store, str(initial), runs(out, "one"))
+    forked(2, ranks.main, store, str(initial), [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
     if not any("zero" in item.name and item.path == request.path for item in request.session.items):
         return out
     zero = [
@@ -98,7 +94,7 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
         {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2},
         command(out, store, "zero3", "trainer/zero3.yaml"),
     ]
-    launch(store, initial, out, 2, zero)
+    forked(2, ranks.main, store, str(initial), zero)
     return out
 
 
@@ -128,11 +124,6 @@ def runs(out: Path, strategy: str, other: str | None = None, eagle3: dict | None
         {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
         for name, more in settings.items()
     ]
-
-
-def launch(store: str, initial: Path, out: Path, world: int, runs: list[dict]) -> None:
-    log = out / runs[0]["strategy"]
-    assert forked(log, world, ranks.main, store, str(initial), runs) == [0] * world, printed(log)
 
 
 @pytest.fixture(scope="module")
