@@ -12,7 +12,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
-from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tiny import tiny_target, write_target
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,8 @@ def both(tmp_path_factory, tiny_folder) -> dict[str, dict]:
     folder = tmp_path_factory.mktemp("online")
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"messages": c.messages}) + "\n" for c in make_conversations()))
-    deep = folder / "deep"
-    tiny_model(num_hidden_layers=7).save_pretrained(deep)
-    tiny_tokenizer().save_pretrained(deep)
-    found = {}
-    for name, target, layers in (("", tiny_folder, None), ("-eagle3", str(deep), [2, 3, 4])):
+    deep, found = write_target(folder / "deep", num_hidden_layers=7), {}
+    for name, target, layers in (("", tiny_folder, None), ("-eagle3", deep, [2, 3, 4])):
         extract(str(corpus), str(folder / f"store{name}"), target, max_length=60, dtype="float32", layers=layers)
         found[f"online{name}"] = {"corpus": str(corpus), "target": target, "max_length": 60, "dtype": "float32"}
         found[f"store{name}"] = {"store": str(folder / f"store{name}")}
