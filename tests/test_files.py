@@ -175,7 +175,6 @@ def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path
     ("address", "public"),
     [
         ("s3://KEY:SEC/RE@T@bucket/store", "s3://bucket/store"),
-        ("sftp://me@host:22/store", "sftp://host:22/store"),
         ("https://host:8080/a?sig=SECRET#x", "https://host:8080/a"),
         ("simplecache::ftp://me:SECRET@host/a", "simplecache::ftp://host/a"),
         ("hf://datasets/owner/name@main/store", "hf://datasets/owner/name@main/store"),
@@ -187,7 +186,6 @@ def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path
         ("..", "folder"),
         ("runs/./store", "runs/store"),
         (Path.cwd() / "runs" / "store", "runs/store"),
-        ("owner/name", "owner/name"),
     ],
 )
 def test_a_public_name_has_no_secret_and_no_home(address, public):

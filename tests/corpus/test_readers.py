@@ -107,7 +107,6 @@ FORMS = [
     *(({"messages": [HI, HELLO | given]}, [HI, HELLO | found]) for given, found in ANSWERS),
     # one question and its answer
     ({"instruction": "Hi", "input": "you", "output": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
-    ({"question": "Hi", "input": "", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
     ({"history": [["Hi", "Hello"]], "instruction": "Hi", "output": "Hello"}, [HI, HELLO] * 2),
     ({"prompt": [BRIEF | {"role": "developer"}, HI], "completion": [HELLO]}, [BRIEF, HI, HELLO]),
     ({"prompt": "Hi", "response": '["a", "b"]'}, [HI, HELLO | {"content": '["a", "b"]'}]),
@@ -208,12 +207,8 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("record", "reason"), MALFORMED)
 def test_malformed_lines_are_left_out_and_named_with_the_reason(write, caplog, record, reason):
-    source = write("x.jsonl", lines(CHAT, record))
-    assert len(read_conversations(source)) == 1
+    assert len(read_conversations(write("x.jsonl", lines(CHAT, record)))) == 1
     assert f"x.jsonl: 1 of 2 malformed\n  line 2: {reason}" in caplog.text
-    with pytest.raises(CorpusError) as caught:
-        read_conversations(source, strict=True)
-    assert f"x.jsonl: 1 of 2 malformed\n  line 2: {reason}" in str(caught.value)
 
 
 def test_more_than_a_tenth_malformed_is_an_error_that_spells_out_three(write):
