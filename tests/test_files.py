@@ -16,10 +16,6 @@ from poss_lightning.files import atomic, atomic_folder, fetch, public_name, read
 from poss_lightning.work import Work
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def test_a_file_appears_only_when_it_is_complete(tmp_path):
     path = tmp_path / "new" / "file"
     with atomic(path) as temporary:
@@ -30,7 +26,7 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
             temporary.write_text("half")
             raise error
         assert caught.value is error
-    assert path.read_text() == "complete" and names(path.parent) == ["file"]
+    assert path.read_text() == "complete" and os.listdir(path.parent) == ["file"]
 
 
 @pytest.mark.parametrize("write", [atomic, atomic_folder])
@@ -39,14 +35,14 @@ def test_the_next_writer_removes_what_a_killed_process_left(tmp_path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), write(tmp_path / "first"):
         patch.setattr(files, "_remove", lambda folder: None)
         raise KeyboardInterrupt
-    left = names(tmp_path)
+    left = os.listdir(tmp_path)
     assert len(left) == 1
     (tmp_path / f"{files.PREFIX}unlocked.tmp").mkdir()
     with write(tmp_path / "second"):
-        assert len(names(tmp_path)) == 1 and names(tmp_path) != left
+        assert len(os.listdir(tmp_path)) == 1 and os.listdir(tmp_path) != left
         with atomic(tmp_path / "third"):
-            assert len(names(tmp_path)) == 2
-    assert names(tmp_path) == ["second", "third"]
+            assert len(os.listdir(tmp_path)) == 2
+    assert sorted(os.listdir(tmp_path)) == ["second", "third"]
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
@@ -63,7 +59,7 @@ def test_a_folder_removed_by_another_process_while_it_is_locked_is_made_again(tm
     monkeypatch.setattr(files, "FileLock", Lock)
     with atomic(tmp_path / "file") as path:
         path.write_text("complete")
-    assert names(tmp_path) == ["file"] and not gone
+    assert os.listdir(tmp_path) == ["file"] and not gone
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o002])
@@ -105,7 +101,7 @@ def test_a_full_disk_is_named_whatever_the_writer_raises(tmp_path, monkeypatch, 
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/file'"), atomic(tmp_path / "file"):
         monkeypatch.setattr(Path, "open", refuse)
         raise error
-    assert names(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
 
 def test_of_two_writers_the_first_has_the_folder_and_the_last_the_file(tmp_path):
@@ -119,7 +115,7 @@ def test_of_two_writers_the_first_has_the_folder_and_the_last_the_file(tmp_path)
         with atomic(file) as theirs:
             theirs.write_text("theirs")
         assert file.read_text() == "theirs"
-    assert file.read_text() == "ours" and names(tmp_path) == ["file", "folder"]
+    assert file.read_text() == "ours" and sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 def test_work_removes_its_own_files_alone(tmp_path):
@@ -132,11 +128,11 @@ def test_work_removes_its_own_files_alone(tmp_path):
     (work.folder / "thesis.txt").write_text("mine")
     (work.folder / "first.json").write_text("mine")
     work.clear()
-    assert names(work.folder) == ["first.json", "thesis.txt"]
+    assert sorted(os.listdir(work.folder)) == ["first.json", "thesis.txt"]
     with pytest.raises(ValueError, match=r"unfinished has files of others, and .* needs that name"):
         work.claim({})
     work.clear()
-    assert names(work.folder) == ["first.json", "thesis.txt"]
+    assert sorted(os.listdir(work.folder)) == ["first.json", "thesis.txt"]
 
 
 def test_half_cleared_work_still_refuses_different_settings(tmp_path, monkeypatch):
@@ -179,7 +175,6 @@ def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path
     ("address", "public"),
     [
         ("s3://KEY:SEC/RE@T@bucket/store", "s3://bucket/store"),
-        ("sftp://me@host:22/store", "sftp://host:22/store"),
         ("https://host:8080/a?sig=SECRET#x", "https://host:8080/a"),
         ("simplecache::ftp://me:SECRET@host/a", "simplecache::ftp://host/a"),
         ("hf://datasets/owner/name@main/store", "hf://datasets/owner/name@main/store"),
@@ -191,7 +186,6 @@ def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path
         ("..", "folder"),
         ("runs/./store", "runs/store"),
         (Path.cwd() / "runs" / "store", "runs/store"),
-        ("owner/name", "owner/name"),
     ],
 )
 def test_a_public_name_has_no_secret_and_no_home(address, public):

@@ -15,7 +15,7 @@ from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.synthesize import synthesize
 from poss_lightning.target.generation import PlainLoop
-from tests.support.stores import contents, dies_after, dies_at
+from tests.support.stores import contents, dies_after
 from tests.support.tiny import tiny_target
 
 SIZES = {"conversations": 12, "turns": 2, "batch_size": 4, "user_tokens": 6, "answer_tokens": 8, "dtype": "float32"}
@@ -35,32 +35,20 @@ def write(out: Path, **changes) -> list[dict]:
     return [json.loads(line) for line in (gzip.decompress(data) if out.suffix == ".gz" else data).splitlines()]
 
 
-def test_conversations_are_as_requested_and_the_reader_takes_them(tmp_path):
+def test_conversations_are_as_requested_and_the_reader_takes_them(tmp_path, own):
+    """Each answer is the target's own, greedy, after the very text that is written down."""
     records = write(tmp_path / "corpus.jsonl")
     assert [record["id"] for record in records] == [f"0-{i:06d}" for i in range(12)]
     for record in records:
         assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 2
         assert all(message["content"].strip() for message in record["messages"])
-        assert all("tokens" in message for message in record["messages"][1::2])
+        for place in (1, 3):
+            tokens = PlainLoop(own).generate([own.chat.prompt(record["messages"][:place])], 8, own.chat.stops)[0]
+            assert record["messages"][place] == own.chat.message(tokens)
     assert len({record["messages"][0]["content"] for record in records}) == 12
     read = read_conversations(str(tmp_path / "corpus.jsonl"))
     assert [conversation.messages for conversation in read] == [record["messages"] for record in records]
     assert sorted(contents(tmp_path)) == ["corpus.jsonl"]
-
-
-def test_answers_are_the_targets_own(tmp_path, own):
-    """Greedy, after the very text that is written down."""
-    for record in write(tmp_path / "corpus.jsonl", turns=1):
-        question, answer = record["messages"]
-        tokens = PlainLoop(own).generate([own.chat.prompt([question])], 8, own.chat.stops)[0]
-        assert answer == own.chat.message(tokens)
-
-
-def test_user_messages_are_sampled_as_requested(tmp_path):
-    """At a top-p of nearly 0 sampling is greedy, so that every row of a batch is the same, and nothing new comes."""
-    with pytest.raises(ValueError, match="no new conversation in 10 batches, after 1 of them"):
-        write(tmp_path / "corpus.jsonl", top_p=1e-6)
-    assert not contents(tmp_path)
 
 
 def test_a_sampled_answer_can_be_drawn_again_from_the_store(tmp_path, own):
@@ -115,26 +103,20 @@ def test_the_seed_determines_the_file(tmp_path):
     assert write(tmp_path / "f.jsonl", conversations=5) == records["a.jsonl"][:5]
 
 
-def test_a_killed_run_resumes_after_its_last_batch(tmp_path):
+def test_a_killed_run_resumes_after_its_last_batch_with_the_same_settings_alone(tmp_path):
     """A batch generates four times: two turns of two roles."""
     with dies_after(PlainLoop, "steps", 6):
         write(tmp_path / "killed.jsonl")
     assert not (tmp_path / "killed.jsonl").exists()
-    assert len(list((tmp_path / "killed.jsonl.parts").glob("0*.json"))) == 1
+    before = contents(tmp_path / "killed.jsonl.parts")
+    assert sum(name.startswith("0") for name in before) == 1
+    with pytest.raises(ValueError, match=r"begun with other settings .*target 'tiny', now 'other'; .*seed 0, now 1"):
+        write(tmp_path / "killed.jsonl", seed=1, target="other")
+    assert contents(tmp_path / "killed.jsonl.parts") == before
     write(tmp_path / "killed.jsonl")
     write(tmp_path / "complete.jsonl")
     files = contents(tmp_path)
     assert sorted(files) == ["complete.jsonl", "killed.jsonl"] and files["killed.jsonl"] == files["complete.jsonl"]
-
-
-def test_other_settings_do_not_resume(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        dies_at(patch, "000001.part.json", "after")
-        write(tmp_path / "corpus.jsonl")
-    before = contents(tmp_path / "corpus.jsonl.parts")
-    with pytest.raises(ValueError, match=r"begun with other settings .*target 'tiny', now 'other'; .*seed 0, now 1"):
-        write(tmp_path / "corpus.jsonl", seed=1, target="other")
-    assert contents(tmp_path / "corpus.jsonl.parts") == before
 
 
 def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
@@ -148,9 +130,13 @@ def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"temperature": 0.0}, "temperature is 0"), ({"answer_tokens": 600}, "do not fit the 512 that tiny reads")],
+    [
+        ({"temperature": 0.0}, "temperature is 0"),
+        ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
+        ({"top_p": 1e-6}, "no new conversation in 10 batches, after 1 of them"),  # as sampling is greedy then
+    ],
 )
-def test_bad_numbers_are_refused_before_anything_is_written(tmp_path, change, words):
+def test_numbers_that_give_no_conversations_are_refused_and_nothing_is_left(tmp_path, change, words):
     with pytest.raises(ValueError, match=words):
         write(tmp_path / "corpus.jsonl", **change)
     assert contents(tmp_path) == {}

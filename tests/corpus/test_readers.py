@@ -1,6 +1,5 @@
 """Readers: every form of a conversation, every kind of source, and the messages for bad ones."""
 
-import bz2
 import gzip
 import json
 import lzma
@@ -34,15 +33,12 @@ CELL = json.dumps(CHAT["messages"]).replace('"', '""')
 FILES = {
     "zipped.jsonl.gz": gzip.compress(TWO.encode()),
     "packed.jsonl.xz": lzma.compress(TWO.encode()),
-    "packed.jsonl.bz2": bz2.compress(TWO.encode()),
     "array.jsonl": json.dumps(CHATS),
     "indented.jsonl": json.dumps(CHATS, indent=1),
-    "lines.json": TWO,
     "any.txt": TWO,
     "pretty.json": "\n".join(json.dumps(chat, indent=2) for chat in CHATS),
     "mark.jsonl": "\ufeff" + TWO,
     "windows.jsonl": TWO.replace("\n", "\r\n").encode("utf-16"),
-    "little.jsonl": TWO.encode("utf-16-le"),
     "table.csv": "id,messages\na,'{0}'\nb é,'{0}'\n".replace("'", '"').format(CELL),
     "table.tsv.gz": gzip.compress('id\tprompt\tanswer\r\na\tHi\tHello\r\nb é\t"a\n\nb"\tHello\r\n'.encode()),
 }
@@ -85,6 +81,7 @@ EMPTY = {"type": "function", "function": {"name": "a", "arguments": {}}}
 CALLING, RESULT = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
 SILENT, TOLD = RESULT | {"content": ""}, RESULT | {"content": '{"t": 4}'}
 TURN = {"from": "tool_call", "value": json.dumps(CALL["function"])}
+SAID = (CALL["function"], [CALL], [{"type": "text", "text": str(OLD)}])  # in turns of the role "tool_call"
 THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
 STOPPED, CUT = {"finish_reason": "stop"}, {"content": "", "finish_reason": "length"} | THOUGHTS
 ANSWERS = [  # fields of an answer, and what is read
@@ -97,14 +94,10 @@ ANSWERS = [  # fields of an answer, and what is read
     ({"mask": "1.0"}, {"weight": 0}),
     ({"loss_mask": None, "mask": "", "weight": 1.0}, {}),
     ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
-    ({"tool_calls": [{"name": "weather", "args": {"city": "Oslo"}}]}, {"tool_calls": [CALL]}),
-    ({"tool_calls": [{"name": "a", "arguments": None}]}, {"tool_calls": [EMPTY]}),
+    ({"tool_calls": [CALL["function"], {"name": "a", "args": None}]}, {"tool_calls": [CALL, EMPTY]}),
     ({"function_call": OLD}, {"tool_calls": [CALL]}),
-    ({"function_calls": json.dumps([OLD])}, {"tool_calls": [CALL]}),
 ]
 FORMS = [
-    (CHAT, [HI, HELLO]),
-    (SHAREGPT, [HI, HELLO]),
     ({"messages": [], "conversations": SHAREGPT["conversations"]}, [HI, HELLO]),
     ({"messages": [HI | {"content": [{"type": "text", "content": "H"}, "i"]}, HELLO]}, [HI, HELLO]),
     ({"system": "Be brief.", "messages": [HI, HELLO]}, [BRIEF, HI, HELLO]),
@@ -114,7 +107,6 @@ FORMS = [
     *(({"messages": [HI, HELLO | given]}, [HI, HELLO | found]) for given, found in ANSWERS),
     # one question and its answer
     ({"instruction": "Hi", "input": "you", "output": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
-    ({"question": "Hi", "input": "", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
     ({"history": [["Hi", "Hello"]], "instruction": "Hi", "output": "Hello"}, [HI, HELLO] * 2),
     ({"prompt": [BRIEF | {"role": "developer"}, HI], "completion": [HELLO]}, [BRIEF, HI, HELLO]),
     ({"prompt": "Hi", "response": '["a", "b"]'}, [HI, HELLO | {"content": '["a", "b"]'}]),
@@ -130,9 +122,7 @@ FORMS = [
     ({"messages": str([HI, HELLO])}, [HI, HELLO]),
     # tools
     ({"query": "Hi", "answers": json.dumps([CALL["function"]]), "tools": '[{"name": "weather"}]'}, [HI, CALLING]),
-    ({"messages": [HI, {"role": "tool_call", "content": CALL["function"]}]}, [HI, CALLING]),
-    ({"messages": [HI, {"role": "tool_call", "content": [CALL]}]}, [HI, CALLING]),
-    ({"messages": [HI, {"role": "tool_call", "content": [{"type": "text", "text": str(OLD)}]}]}, [HI, CALLING]),
+    *(({"messages": [HI, {"role": "tool_call", "content": said}]}, [HI, CALLING]) for said in SAID),
     ({"messages": [HI, TURN, {"from": "observation", "value": ""}, HELLO]}, [HI, CALLING, SILENT, HELLO]),
     ({"messages": [HI, CALLING, RESULT | {"content": {"t": 4}}, HELLO]}, [HI, CALLING, TOLD, HELLO]),
     ({"messages": [HI, CALLING, CALLING | {"reasoning_content": "hm"}]}, [HI, CALLING, CALLING | THOUGHTS]),
@@ -153,12 +143,10 @@ def test_every_form_is_read(write, record, messages):
 
 
 def test_a_record_may_have_variables_of_the_template(write):
+    tools = [{"type": "function", "function": {"name": "f"}}]
     record = CHAT | {"tools": '[{"name": "f"}]', "chat_template_kwargs": {"enable_thinking": False}}
     [conversation] = read_conversations(write("x.jsonl", lines(record)))
-    assert conversation.template == {
-        "enable_thinking": False,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    }
+    assert conversation.template == {"enable_thinking": False, "tools": tools}
 
 
 def test_the_same_content_has_the_same_digest(write):
@@ -207,7 +195,6 @@ MALFORMED = [
     (message(role="assistant", tool_calls=[{"name": "f", "given": 1}]), "messages[0]: a tool call has ['given'], and"),
     (message(content="\ud83d"), "messages[0] holds half a surrogate pair"),
     (CHAT | {"id": "\ud83d"}, "its id holds half a surrogate pair"),
-    (CHAT | {"chat_template_kwargs": {"a": "\ud83d"}}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
     ({"messages": [HI, HELLO | {"weight": 0.5}]}, "an answer's 'weight' is 0.5; it must be 0 or 1"),
     ({"messages": [HI, HELLO | {"loss_mask": [1, 0]}]}, "an answer's 'loss_mask' is [1, 0]; it must be 0 or 1"),
     ({"prompt": [HI, HELLO], "completion": [HELLO]}, "'prompt' ends with the assistant, and 'completion' may continue"),
@@ -220,12 +207,8 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("record", "reason"), MALFORMED)
 def test_malformed_lines_are_left_out_and_named_with_the_reason(write, caplog, record, reason):
-    source = write("x.jsonl", lines(CHAT, record))
-    assert len(read_conversations(source)) == 1
+    assert len(read_conversations(write("x.jsonl", lines(CHAT, record)))) == 1
     assert f"x.jsonl: 1 of 2 malformed\n  line 2: {reason}" in caplog.text
-    with pytest.raises(CorpusError) as caught:
-        read_conversations(source, strict=True)
-    assert f"x.jsonl: 1 of 2 malformed\n  line 2: {reason}" in str(caught.value)
 
 
 def test_more_than_a_tenth_malformed_is_an_error_that_spells_out_three(write):
@@ -238,15 +221,11 @@ def test_more_than_a_tenth_malformed_is_an_error_that_spells_out_three(write):
 ZIPPED = gzip.compress(TWO.encode())
 UNUSABLE = [
     ("x.jsonl", "", r"empty: no conversation with an answer \(0 without\)"),
-    ("x.jsonl", lines(message()), r"empty: no conversation with an answer \(1 without\)"),
     ("x.json", "[{", "is not JSON"),
     ("x.json", json.dumps(CHAT, indent=1) + "\n{", "x.json is not JSON: Expecting .*: line 14"),
-    ("x.txt", "plain text", "1 of 1 malformed\n  line 1: not JSON"),
-    ("x.json", json.dumps({"data": [CHAT]}), "1 of 1 malformed\n  line 1: neither .*: it has 'data'"),
     ("x.json", json.dumps([CHAT, {}]), "1 of 2 malformed\n  record 2: neither"),
     ("x.jsonl", lines(CHAT).encode() + b"\xff", r"line 2: not UTF-8 text .*: save the file as UTF-8"),
     ("x.jsonl", b"PK\x03\x04", "x.jsonl is a zip archive: unpack it"),
-    ("x.jsonl", b"\xff\xff\xff\xff", "x.jsonl is an Arrow file: name the folder"),
     ("x.jsonl.gz", ZIPPED[:-12], "x.jsonl.gz cannot be read to its end"),
     ("x.jsonl.gz", ZIPPED[:20] + b"!" * 40, "x.jsonl.gz cannot be read to its end"),
 ]

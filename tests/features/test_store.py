@@ -22,7 +22,6 @@ from poss_lightning.features.texts import first_of_each
 from poss_lightning.features.writing import write_store
 from poss_lightning.files import sha256
 from tests.support.command import run_in
-from tests.support.fuzz import SHORT
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target
 
@@ -39,20 +38,6 @@ def edit_manifest(folder: Path, change) -> None:
     fields = json.loads(path.read_text())
     change(fields)
     path.write_text(json.dumps(fields))
-
-
-def test_verify_names_the_file_with_a_flipped_byte(folder):
-    """Schema, offsets, ids, features, the end: all by digest, so that nothing damaged is parsed."""
-    path = folder / "shard-00002.arrow"
-    data = path.read_bytes()
-    for place in (0, 8, len(data) // 2, len(data) - 1):
-        changed = bytearray(data)
-        changed[place] ^= 1
-        path.write_bytes(changed)
-        with pytest.raises(StoreError, match=r"shard-00002\.arrow was changed since it was written"):
-            verify_files(folder)
-    path.write_bytes(data)
-    verify_files(folder)
 
 
 def test_opening_names_a_missing_a_truncated_and_an_unreadable_shard(folder):
@@ -73,26 +58,20 @@ def test_opening_names_a_missing_a_truncated_and_an_unreadable_shard(folder):
 OUTSIDE = {"name": "../../elsewhere", "bytes": 1, "sha256": ""}  # where a copy of an address would write it
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [None, {"target": 3}, {"dtype": "int3"}, {"stored": "int3"}, {"colour": "red"}, {"ends": OUTSIDE}],
-    ids=str,
-)
-def test_a_malformed_manifest_is_refused(folder, fields):
-    path = folder / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields) if fields else "{")
-    with pytest.raises(StoreError, match=r"manifest\.json is not a manifest this version reads: .*"):
-        FeatureStore(folder)
+MALFORMED = r"manifest\.json is not a manifest this version reads: "
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"stored": "int3"}, MALFORMED),
+        ({"colour": "red"}, MALFORMED),
+        ({"ends": OUTSIDE}, MALFORMED),
         ({"layers": [1]}, r"shard-00000\.arrow cannot be read \(its columns are id, conversation, len"),
         ({"samples": 25}, "has 24 samples, its manifest says 25"),
     ],
 )
-def test_a_manifest_of_other_samples_is_refused(folder, fields, words):
+def test_a_manifest_that_is_malformed_or_of_other_samples_is_refused(folder, fields, words):
     edit_manifest(folder, lambda whole: whole.update(fields))
     with pytest.raises(StoreError, match=words):
         FeatureStore(folder)
@@ -101,7 +80,6 @@ def test_a_manifest_of_other_samples_is_refused(folder, fields, words):
 DAMAGE = {  # a column, and a change of its first value
     "a length": ("length", lambda length: length + 1),
     "a token beyond": ("tokens", lambda tokens: [320, *tokens[1:]]),
-    "a token below": ("greedy", lambda tokens: [-2, *tokens[1:]]),
     "features of another": ("features", lambda blob: blob[:-4]),
     "null features": ("features", lambda blob: None),
     "spans beyond": ("spans", lambda edges: [0, 61]),
@@ -145,7 +123,6 @@ def test_a_wrong_offset_is_refused(folder, name, kind, last):
 
 EMBEDDINGS = {
     "int8": lambda state: {name: value.to(torch.int8) for name, value in state.items()},
-    "narrow": lambda state: {name: value[:, :5].clone() for name, value in state.items()},
     "nameless": lambda state: {"head": state["head"]},
 }
 
@@ -184,7 +161,8 @@ def test_several_stores_are_one_with_all_their_samples(two):
 def test_a_training_takes_several_stores(two, tmp_path):
     """On the command line as [a,b]; the draft then knows the texts of both."""
     stores, sizes = f"--data.store=[{','.join(two)}]", ("--model.allocation=[1]", "--data.validation=0.3")
-    assert run_in(tmp_path, "fit", stores, *sizes, *SHORT).code is None
+    short = ("accelerator=cpu", "precision=32-true", "max_steps=1", "logger=false")
+    assert run_in(tmp_path, "fit", stores, *sizes, *(f"--trainer.{option}" for option in short)).code is None
     trained_on = Specialists.from_pretrained(tmp_path / "draft-last").trained_on
     own = FeatureStore(two[1])
     assert any(own.digest(i) in trained_on for i in range(len(own)) if own.ids[i].startswith("b"))
@@ -241,9 +219,6 @@ def test_writing_to_a_sample_leaves_the_store_unchanged(finished):
 
 def test_common_tokens_are_counted_in_answers_only(finished):
     store = FeatureStore(finished)
-    counts = Counter(
-        int(token) for i in range(len(store)) for span in store[i].spans for token in store[i].tokens[slice(*span)]
-    )
-    chosen = store.common_tokens(10).tolist()
-    assert chosen == sorted(chosen) and len(set(chosen)) == 10
-    assert min(counts[token] for token in chosen) >= max(n for token, n in counts.items() if token not in chosen)
+    counts = Counter(torch.cat([sample.tokens[slice(*span)] for sample in store for span in sample.spans]).tolist())
+    expected = sorted(counts, key=lambda token: (-counts[token], token))[:10]
+    assert store.common_tokens(10).tolist() == sorted(expected)

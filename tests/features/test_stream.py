@@ -20,11 +20,7 @@ def naive_counts(length: int, spans: list[tuple[int, int]]) -> list[int]:
     """Per slot t the largest k for which x_{t-k+2} ... x_{t+2} lie in one span and are real; 0 where there is none."""
     counts = []
     for t in range(length):
-        fits = [
-            k
-            for k in range(1, length + 1)
-            if t >= k - 1 and any(start <= t - k + 2 and t + 2 < stop and stop <= length for start, stop in spans)
-        ]
+        fits = [k for k in range(1, t + 2) if any(start <= t - k + 2 and t + 2 < stop for start, stop in spans)]
         counts.append(max(fits, default=0))
     return counts
 
@@ -124,6 +120,11 @@ def schedule(epoch: int = 0, **changes) -> Schedule:
     return made
 
 
+def schedules(world: int, accumulate: int, epoch: int = 0) -> list[Schedule]:
+    """Of every process."""
+    return [schedule(epoch, rank=rank, world=world, accumulate=accumulate) for rank in range(world)]
+
+
 def shown(planned) -> list[int]:
     """Samples of planned batches, in order, without batches that only complete a step."""
     return [i for batch in planned if batch.counts for i in batch.samples]
@@ -154,7 +155,7 @@ def test_validation_keeps_one_order_whose_beginning_is_a_fair_sample():
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (3, 1), (1, 4), (2, 3)])
 def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumulate):
-    shares = [list(schedule(rank=rank, world=world, accumulate=accumulate)) for rank in range(world)]
+    shares = [list(one) for one in schedules(world, accumulate)]
     assert {len(share) for share in shares} == {len(schedule(world=world, accumulate=accumulate))}
     assert sorted(i for share in shares for i in shown(share)) == list(range(300))
     batches = schedule().batches()
@@ -171,15 +172,10 @@ def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumula
 @pytest.mark.parametrize("after", [(1, 1), (3, 2), (4, 1)])
 @pytest.mark.parametrize("taken", [0, 4, 10_000])
 def test_a_schedule_resumes_at_the_exact_sample_with_any_number_of_processes(before, after, taken):
-    def made(world_accumulate, rank=0, epoch=2):
-        world, accumulate = world_accumulate
-        return schedule(epoch, rank=rank, world=world, accumulate=accumulate)
-
-    first = [made(before, rank) for rank in range(before[0])]
+    first, rest = schedules(*before, epoch=2), schedules(*after)
     taken = min(taken // before[1] * before[1], len(first[0]))
     seen = [i for one in first for i in shown(list(one)[:taken])]
     first[0].taken = taken
-    rest = [made(after, rank, epoch=0) for rank in range(after[0])]
     for one in rest:
         one.load_state_dict(first[0].state_dict())
         assert one.epoch == 2 and len(list(one)) == one.remaining() <= len(one)

@@ -13,7 +13,6 @@ import torch
 from poss_lightning.extract import extract
 from poss_lightning.features import manifest, writing
 from poss_lightning.features.manifest import StoreError
-from poss_lightning.features.shards import write_shard
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import UNFINISHED, write_store
 from poss_lightning.files import MARK, sha256
@@ -41,14 +40,11 @@ def test_a_killed_run_resumes_and_reads_again_only_what_is_torn(finished, target
     left.mkdir()
     (left / "shard-00001.arrow").write_bytes(b"half")
     (left / MARK).touch()
-    written, hashed = [], []
-    monkeypatch.setattr(manifest, "sha256", lambda path: hashed.append(path.name) or sha256(path))
-    monkeypatch.setattr(
-        writing, "write_shard", lambda path, *rest: written.append(path.name) or write_shard(path, *rest)
-    )
+    written = []  # files are hashed once, where they are written
+    monkeypatch.setattr(manifest, "sha256", lambda path: written.append(path.name) or sha256(path))
     write_store(tmp_path, target, make_conversations(), **SIZES)
-    assert whole and torn.name in written and not whole & set(written)
-    assert hashed == [*written, "ends.safetensors"] and contents(tmp_path) == contents(finished)
+    assert whole and torn.name in written and not whole & set(written) and len(written) == len(set(written))
+    assert contents(tmp_path) == contents(finished)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
