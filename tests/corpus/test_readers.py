@@ -96,6 +96,9 @@ ANSWERS = [  # fields of an answer, and what is read
     ({"content": None, "tool_calls": [CALL]}, {"content": "", "tool_calls": [CALL]}),
     ({"tool_calls": [CALL["function"], {"name": "a", "args": None}]}, {"tool_calls": [CALL, EMPTY]}),
     ({"function_call": OLD}, {"tool_calls": [CALL]}),
+    ({"function_calls": json.dumps([OLD])}, {"tool_calls": [CALL]}),
+    ({"train_on_turn": "False"}, {"weight": 0}),
+    ({"weight": "0.00"}, {"weight": 0}),
 ]
 FORMS = [
     ({"messages": [], "conversations": SHAREGPT["conversations"]}, [HI, HELLO]),
@@ -112,6 +115,8 @@ FORMS = [
     ({"prompt": "Hi", "response": '["a", "b"]'}, [HI, HELLO | {"content": '["a", "b"]'}]),
     ({"prompt": "Hi", "response": ["Hello"], "thinking": "hm"}, [HI, HELLO | THOUGHTS]),
     ({"input": [HI], "output": "Hello", "reasoning": " On"}, [HI, HELLO]),
+    ({"question": "Hi", "context": "you", "answer": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
+    ({"conversations": ["Hi", "Hello"]}, [HI, HELLO]),
     ({"problem": "Hi", "generation": "Hello", "answer": "4"}, [HI, HELLO]),
     ({"prompt": "Hi", "chosen": [HI, HELLO], "rejected": [HI]}, [HI, HELLO]),
     ({"prompt": [HI], "chosen": [HELLO], "rejected": [HI]}, [HI, HELLO]),
@@ -194,6 +199,7 @@ MALFORMED = [
     (message(content=[{"image": "a.png"}, {"text": "b"}]), "messages[0] has a part without a text; it has 'image'"),
     (message(role="assistant", tool_calls=[{"name": "f", "given": 1}]), "messages[0]: a tool call has ['given'], and"),
     (message(content="\ud83d"), "messages[0] holds half a surrogate pair"),
+    (CHAT | {"chat_template_kwargs": {"a": "\ud83d"}}, "'tools' or 'chat_template_kwargs' holds half a surrogate pair"),
     (CHAT | {"id": "\ud83d"}, "its id holds half a surrogate pair"),
     ({"messages": [HI, HELLO | {"weight": 0.5}]}, "an answer's 'weight' is 0.5; it must be 0 or 1"),
     ({"messages": [HI, HELLO | {"loss_mask": [1, 0]}]}, "an answer's 'loss_mask' is [1, 0]; it must be 0 or 1"),
