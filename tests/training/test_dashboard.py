@@ -102,9 +102,6 @@ def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run,
     assert all(map(torch.equal, one, other))
 
 
-# --- replay while training ---
-
-
 def test_validation_replays_the_held_out_answers(learn, store):
     trainer = learn(store, 6, callbacks=replayed(), vocabulary_size=100)
     data, draft, logged = trainer.datamodule, trainer.lightning_module.draft.eval(), trainer.callback_metrics

@@ -19,9 +19,6 @@ from tests.support.tiny import tiny_draft, tiny_target
 LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)
 
 
-# --- FLOPs ---
-
-
 @pytest.fixture(scope="module")
 def deep():
     """A target with inner layers to read."""
@@ -65,9 +62,6 @@ def test_flops_of_attention_are_three_times_those_of_its_forward(target):
     assert far - near == 3 * config.depth * counter.get_total_flops()
 
 
-# --- memory ---
-
-
 def test_a_strategy_divides_what_its_table_says():
     """The bytes per parameter in docs/clusters.md."""
     count = count_parameters(LLAMA)
@@ -93,9 +87,6 @@ def test_moments_are_those_of_a_step(deep, kind, optimizer):
     moments = sum(value.nbytes for state in stepped.state.values() for value in state.values() if value.ndim)
     vectors = sum(parameter.nbytes for parameter in draft.parameters() if parameter.ndim == 1)
     assert moment_bytes(draft.config, optimizer) == moments - (vectors if optimizer == "muon" else 0)
-
-
-# --- targets and the command ---
 
 
 def test_sizes_of_a_local_folder_are_those_of_the_loaded_target(tiny_folder, target):

@@ -117,10 +117,9 @@ def test_steps_are_the_hosts(device, fit, kind, options):
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
-    for number, waits in enumerate(batches[1:-2], start=1):  # the first and the last ones are logged, and may wait more
-        assert waits.total() <= 1 + number % 2, (
-            waits
-        )  # a batch for the slots that count, a step for whether all is finite
+    # A batch waits for the slots that count, a step for whether all is finite; the first and the last ones are logged.
+    for number, waits in enumerate(batches[1:-2], start=1):
+        assert waits.total() <= 1 + number % 2, waits
 
 
 def test_autocast_of_cuda_takes_all_dtypes(device, fit):

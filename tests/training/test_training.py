@@ -152,6 +152,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     ("options", "words"),
     [
         ({"anchors": 8}, "anchors is 8, and the passes of a draft of kind eagle2 are over all slots"),
+        ({"depth": 2}, r"depth is 2, which never reaches every specialist of \[2, 2\]: give at least 3"),
         ({"depth": 3, "window": 3}, "depth is 4, and the draft's window 3"),  # that of validation and decoding
         ({"kind": "eagle3", "loss": {"feature": 1.0}}, "a draft of this kind predicts no feature"),
     ],
