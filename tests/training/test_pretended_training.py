@@ -20,13 +20,13 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
-from poss_lightning.features.writing import tokenize, write_store
+from poss_lightning.features.writing import tokenize
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
-from tests.support.talks import EAGLE3, SIZES, talks
+from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
@@ -146,11 +146,10 @@ def padded(source) -> Batch:
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("eagle2", "exact"), ("eagle3", "float8")])
-def test_a_store_holds_the_hosts_features(device, tmp_path, kind, stored):
+def test_a_store_holds_the_hosts_features(device, make_store, kind, stored):
     """Extraction: the forward is done on the device, and what is kept comes from there."""
-    for name, where in (("host", "cpu"), ("ours", DEVICE)):
-        write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **SIZES)
-    host, ours = (FeatureStore(str(tmp_path / name)) for name in ("host", "ours"))
+    options = {"layers": LAYERS[kind], "stored": stored}
+    host, ours = (FeatureStore(make_store(load(where, kind), **options)) for where in ("cpu", DEVICE))
     step = {"exact": 1e-4, "float8": 0.07}[stored]  # one code of 8 bits
     for one, other in zip(host, ours, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.greedy.tolist() == other.greedy.tolist()

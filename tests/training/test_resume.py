@@ -4,17 +4,14 @@ import json
 import signal
 from dataclasses import replace
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.training.callbacks import LastCheckpoint, Throughput
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import check_same_draft
-from poss_lightning.training.run_folder import stay_in_folder
 from tests.support.processes import forked, printed
 from tests.support.resuming import Kill, Killed, Left, fit
 
@@ -50,17 +47,6 @@ def test_killed_after_any_batch_it_ends_with_the_same_bits(store, tmp_path, ever
         assert other.global_step == trainer.global_step
         assert 0 < len(rest) < len(seen) and seen[-len(rest) :] == rest  # at the exact sample
         assert same_weights(whole, again), after
-
-
-@pytest.mark.parametrize(
-    ("kind", "folder", "version"),
-    [(CSVLogger, "version_0", 0), (TensorBoardLogger, "version_12", 12), (TensorBoardLogger, "a", "a")],
-)
-def test_a_logger_uses_the_folder_of_the_checkpoint(tmp_path, kind, folder, version):
-    """Lightning's version is an int for a numbered folder, and else the name."""
-    trainer = lightning.Trainer(logger=kind(tmp_path, name="run"), enable_checkpointing=False)
-    stay_in_folder(trainer, tmp_path / "run" / folder / "checkpoints" / "last.ckpt")
-    assert trainer.loggers[0].version == version and trainer.log_dir == str(tmp_path / "run" / folder)
 
 
 @pytest.mark.parametrize(
