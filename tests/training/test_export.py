@@ -2,39 +2,23 @@
 
 import json
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.training.export import export, restrict_vocabulary
+from poss_lightning.training.export import export
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_draft, tiny_target, write_target
-
-
-def test_only_the_vocabulary_changes(target, tmp_path):
-    """Cut, saved and loaded: every weight has the same bits, and there is no new one."""
-    draft, kept = tiny_draft(target, [1, 3, 2]), torch.arange(0, 320, 7)
-    draft.normalise(torch.rand(32), torch.rand(32))
-    before = {name: value.clone() for name, value in draft.state_dict().items()}
-    restrict_vocabulary(draft, kept).save_pretrained(tmp_path)
-    loaded = Specialists.from_pretrained(tmp_path)
-    assert loaded.vocabulary.equal(kept)
-    assert asdict(loaded.config) == asdict(draft.config) | {"vocabulary_size": len(kept)}
-    after = {name: value for name, value in loaded.state_dict().items() if name != "vocabulary"}
-    assert after.keys() == before.keys() and all(value.equal(before[name]) for name, value in after.items())
-    assert draft.vocabulary is None and all(value.equal(before[name]) for name, value in draft.named_parameters())
-    other = tiny_draft(target, [1, 3, 2], seed=1)
-    other.start_from(loaded)  # a draft may start from a cut one
-    assert other.vocabulary is None and all(map(torch.equal, other.parameters(), draft.parameters()))
 
 
 @pytest.fixture
 def given(target, tiny_folder, tmp_path) -> dict[str, str]:
     """A draft's folder, conversations, the target's, and where to write."""
-    tiny_draft(target, [1, 2]).save_pretrained(tmp_path / "draft")
+    draft = tiny_draft(target, [1, 2])
+    draft.normalise(torch.rand(32), torch.rand(32))
+    draft.save_pretrained(tmp_path / "draft")
     lines = [json.dumps({"id": c.id, "messages": c.messages}) for c in make_conversations()]
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines))
     places = {"source": "draft", "corpus": "corpus.jsonl", "out": "small"}
@@ -55,13 +39,16 @@ def test_the_tokens_of_a_hand_count_are_kept_and_covered(target, given, capsys, 
     assert capsys.readouterr().out.splitlines()[0] == line
 
 
-def test_the_whole_vocabulary_is_restored(given, tmp_path):
-    """Also of a draft that was cut, and then otherwise."""
+def test_only_the_vocabulary_changes(target, given, tmp_path):
+    """A draft that was cut, and then otherwise, has its bytes again; another may start from a cut one."""
     smaller, whole = (str(tmp_path / name) for name in ("smaller", "whole"))
     export(**given | {"out": smaller}, vocabulary_size=10)
     export(**given | {"source": smaller}, vocabulary_size=20)
     export(given["out"], whole, vocabulary_size=320)
     assert contents(Path(whole)) == contents(tmp_path / "draft")
+    draft, other = Specialists.from_pretrained(whole), tiny_draft(target, [1, 2], seed=1)
+    other.start_from(Specialists.from_pretrained(smaller))
+    assert other.vocabulary is None and all(map(torch.equal, other.parameters(), draft.parameters()))
 
 
 def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):

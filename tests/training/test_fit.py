@@ -1,6 +1,7 @@
 """A training and its validation as functions: their folders, messages, and what they refuse."""
 
 import csv
+import gc
 import shutil
 import sys
 import warnings
@@ -150,3 +151,15 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     (folder / "fit.yaml").unlink()
     with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that `poss fit` started"):
         fit_once(folder, *layers)
+
+
+def test_a_finished_training_takes_no_memory(store, tmp_path):
+    """A sweep has many in one process. Other tests may have left some."""
+
+    def alive() -> int:
+        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    fit_once(tmp_path / "cell", CPU, cut(store))
+    assert alive() == before

@@ -95,13 +95,6 @@ def test_sizes_of_a_local_folder_are_those_of_the_loaded_target(tiny_folder, tar
     assert all(getattr(spec, name) == getattr(target.spec, name) for name in SIZE_FIELDS)
 
 
-def test_tying_is_the_default_of_the_model_class(tmp_path):
-    """For a config that does not mention it."""
-    for kind, tied in (("gemma", True), ("llama", False)):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
-        assert find_target(str(tmp_path))[1] == tied
-
-
 def test_the_report_of_one_training(capsys):
     cli.run("plan", ["--target=llama-3-8b", "--allocation=[2, 2, 2]", "--strategy=zero2", "--processes=8"])
     out = capsys.readouterr().out

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from poss_lightning.configs import locate_configs
 from poss_lightning.files import conf_names
 from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
 from poss_lightning.training.command import Training
 from poss_lightning.training.fit import compose, fit, fit_once
+from tests.support.command import run_in
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 3}}
@@ -42,22 +42,14 @@ CONFIGS = sorted(name for name in conf_names() if name.startswith(("draft/", "tr
 
 def some_options(draw: random.Random) -> dict:
     """A few options, nested or with dots, one of them in each group."""
-    chosen = draw.sample(sorted(VALUES), draw.randint(0, 5))
     options: dict = {}
-    for name in chosen:
+    for name in draw.sample(sorted(VALUES), draw.randint(0, 5)):
         value, (group, _, rest) = draw.choice(VALUES[name]), name.partition(".")
         if not rest or ("${" not in str(value) and draw.random() < 0.3 and group not in options):
             options[name] = value
         elif not any(given.startswith(f"{group}.") for given in options):
             options.setdefault(group, {})[rest] = value
     return options
-
-
-def printed(capsys, *arguments: str) -> dict:
-    """What `poss fit --print_config` prints."""
-    with pytest.raises(SystemExit):
-        Training("fit", locate_configs([*arguments, "--print_config"]), until="parsed")
-    return yaml.safe_load(capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -77,7 +69,7 @@ def trained(monkeypatch) -> list[dict]:
 
 
 @pytest.mark.parametrize("number", [len(CONFIGS), pytest.param(200, marks=pytest.mark.nightly)])
-def test_everything_trains_with_the_options_of_print_config(number, tmp_path, capsys, trained):
+def test_everything_trains_with_the_options_of_print_config(number, tmp_path, trained):
     """Random options over every config and random others, some of which set the same."""
     draw = random.Random(number)
     for i in range(number):
@@ -89,7 +81,8 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, ca
         files = [place / f"{i}.yaml" for i in range(3)]
         for file, options in zip(files, (seed, common, special), strict=True):
             file.write_text(yaml.safe_dump(options))
-        expected = printed(capsys, *(word for name in (*configs, *map(str, files)) for word in ("--config", name)))
+        words = [word for name in (*configs, *files) for word in ("--config", name)]
+        expected = yaml.safe_load(run_in(place, "fit", *words, "--print_config").out)
         assert compose(*configs, seed, common, special) == expected, (configs, common, special)
         assert compose(*configs, *map(str, files)) == expected
 

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.stream import collate
-from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
 from poss_lightning.training.fit import command_line
@@ -51,39 +50,32 @@ NEAR = 5e-4
 
 
 @pytest.fixture(scope="module")
-def store(make_store, tiny_folder) -> str:
-    return make_store(Target.load(tiny_folder, "float32"), limit=32)
+def sources(make_store, tmp_path_factory) -> dict[str, dict]:
+    """Of both kinds of draft: features, the model's options, and weights, so spread that every specialist matters.
+
+    The own head of EAGLE-3 learns outside the unroll, without detaching.
+    """
+    inner = make_store(tiny_target(num_hidden_layers=7), limit=32, layers=(2, 3, 4))
+    eagle2, eagle3 = {"store": make_store(tiny_target(), limit=32), "model": {}}, {"store": inner, "model": EAGLE3}
+    for own in (eagle2, eagle3):
+        own["initial"] = str(tmp_path_factory.mktemp("initial") / "weights.safetensors")
+        write_initial(Path(own["initial"]), own["store"], **own["model"])
+    return {"eagle2": eagle2, "eagle3": eagle3}
 
 
 @pytest.fixture(scope="module")
-def inner(make_store) -> str:
-    """What a draft of the EAGLE-3 kind reads."""
-    return make_store(tiny_target(num_hidden_layers=7), limit=32, layers=(2, 3, 4))
-
-
-@pytest.fixture(scope="module")
-def initial(store, inner, tmp_path_factory) -> Path:
-    """Weights to start from, spread so that every specialist matters; those of the EAGLE-3 kind beside them."""
-    folder = tmp_path_factory.mktemp("initial")
-    write_initial(folder / "weights.safetensors", store)
-    write_initial(folder / "eagle3.safetensors", inner, **EAGLE3)
-    return folder / "weights.safetensors"
-
-
-@pytest.fixture(scope="module")
-def trained(request, store, inner, initial, tmp_path_factory) -> Path:
-    """A folder a run, strategy/name, of the trainings in the table; each library has processes of its own."""
+def trained(request, sources, tmp_path_factory) -> Path:
+    """A folder a run, strategy/name; each library has processes of its own."""
     out = tmp_path_factory.mktemp("trained")
-    # A draft whose own head learns outside the unroll, without detaching.
-    eagle3 = {"store": inner, "model": EAGLE3, "initial": str(initial.with_name("eagle3.safetensors"))}
-    every = {strategy: runs(out, strategy, other, eagle3) for other, strategy in pairwise(("one", *NAMES))}
+    store, initial = sources["eagle2"]["store"], sources["eagle2"]["initial"]
+    every = {strategy: runs(out, strategy, other, sources["eagle3"]) for other, strategy in pairwise(("one", *NAMES))}
 
     def launch(world: int, *runs: dict) -> None:
         log = out / runs[0]["strategy"]
-        assert forked(log, world, ranks.main, store, str(initial), [*runs]) == [0] * world, printed(log)
+        assert forked(log, world, ranks.main, store, initial, [*runs]) == [0] * world, printed(log)
 
     launch(1, *every["one"])
-    launch(2, *every["ddp"], command(out, store, "ddp"))
+    launch(2, *every["ddp"], command(out, store, "ddp", {"trainer": {"strategy": "ddp"}}))
     if any("zero" in item.name and item.path == request.path for item in request.session.items):
         offloaded = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload/4"), "world": 2, "accumulate": 2}
         ours = [run for strategy in NAMES if "zero" in strategy for run in every[strategy]]
@@ -91,16 +83,15 @@ def trained(request, store, inner, initial, tmp_path_factory) -> Path:
     return out
 
 
-def command(out: Path, store: str, strategy: str, *configs: str) -> dict:
+def command(out: Path, store: str, strategy: str, layer: str | dict) -> dict:
     """What the command line is given for two CPU ranks."""
     place = {"save_dir": str(out), "name": f"{strategy}.yaml", "version": ""}
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "log_every_n_steps": 1}
     trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
     trainer |= {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}
-    trainer |= {} if configs else {"strategy": strategy}
     options = {"data": {"store": store, "validation": 0.2}, "trainer": trainer}
     often = "--trainer.callbacks.init_args.every_n_train_steps=1"  # of the last callback, which writes last.ckpt
-    fit = [*command_line("draft/poss3.yaml", *configs, options), often]
+    fit = [*command_line("draft/poss3.yaml", layer, options), often]
     return {"strategy": strategy, "fit": fit, "last": str(out / f"{strategy}.yaml" / "checkpoints" / "last.ckpt")}
 
 
@@ -117,15 +108,19 @@ def runs(out: Path, strategy: str, other: str, eagle3: dict) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def reference(store, inner, initial) -> dict[str, tuple[Weights, Path]]:
+def reference(sources) -> dict[str, tuple[Weights, str]]:
     """By a run's name: weights after plain steps, of every conversation alone and without Lightning; those before."""
-    two, four = ((plain_steps(store, initial, share), initial) for share in (2, 4))
-    start = initial.with_name("eagle3.safetensors")
-    own = plain_steps(inner, start, 4, **EAGLE3), start
-    return {"2": two, "4": four, "bf16": four, "from-other": four, "eagle3": own}
+
+    def steps(kind: str, share: int) -> tuple[Weights, str]:
+        own = sources[kind]
+        return plain_steps(own["store"], own["initial"], share, **own["model"]), own["initial"]
+
+    four = steps("eagle2", 4)
+    return {"2": steps("eagle2", 2), "4": four, "bf16": four, "from-other": four, "eagle3": steps("eagle3", 4)}
 
 
-def test_processes_have_uneven_slot_counts(store):
+def test_processes_have_uneven_slot_counts(sources):
+    store = sources["eagle2"]["store"]
     schedule = FeatureData(store, **DATA).train_dataloader().schedule
     sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2

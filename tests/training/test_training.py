@@ -18,13 +18,14 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.target.model import Target
-from poss_lightning.training.callbacks import DraftFolders, Throughput
+from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint, Throughput
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
 from tests.support.decoders import tokens_of
 from tests.support.ranks import QUIET
+from tests.support.resuming import fit
 from tests.support.talks import BLOCK, EAGLE3
 from tests.support.tiny import tiny_target
 
@@ -181,25 +182,30 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
 
 
-def test_throughput_counts_all_batches_between_two_logs(store, train):
-    taken, throughput = [], Throughput()
-    plain, throughput._log = throughput._log, lambda *given: (taken.append(throughput.totals.tolist()), plain(*given))
-    trainer = train(
-        SpecialistTraining(store, [2, 2]),
-        data := FeatureData(store, batch_tokens=256, validation=0.2),
-        max_steps=4,
-        accumulate_grad_batches=2,
-        log_every_n_steps=4,
-        limit_val_batches=1,
-        val_check_interval=3,
-        callbacks=[throughput],
-    )
-    slots, tokens, flops = taken[0]
+def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
+    """Which are in the same steps after resuming."""
+
+    def run(**options) -> tuple[list, lightning.Trainer]:
+        taken, throughput = [], Throughput()
+        plain = throughput._log
+
+        def log(trainer, module) -> None:
+            taken.append((trainer.global_step, *throughput.totals.tolist()))
+            plain(trainer, module)
+
+        throughput._log = log
+        options |= {"accumulate_grad_batches": 2, "limit_val_batches": 1, "val_check_interval": 3, "max_epochs": -1}
+        _, trainer, _ = fit(store, tmp_path, log_every_n_steps=4, callbacks=[throughput, LastCheckpoint()], **options)
+        return taken, trainer
+
+    ((step, slots, tokens, flops),), trainer = run(max_steps=6)
+    data, logged = trainer.datamodule, trainer.callback_metrics
     shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
     assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
-    logged = trainer.callback_metrics
     assert 0 < logged["throughput/waiting"] < 1 and logged["throughput/teraflops"] > 0
     assert logged["slots/s"] / logged["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    again, _ = run(max_steps=13, resume="checkpoints/last.ckpt")
+    assert [step, *(first for first, *_ in again)] == [4, 8, 12]
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
