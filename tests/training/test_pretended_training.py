@@ -5,6 +5,7 @@ So do extraction and online features, which make what a step reads. Attention is
 
 from collections import Counter
 
+import lightning
 import pytest
 import torch
 from lightning.pytorch.accelerators.cpu import CPUAccelerator
@@ -22,9 +23,9 @@ from poss_lightning.features.stream import Batch, collate
 from poss_lightning.features.writing import tokenize
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
+from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
-from tests.support.resuming import fit
 from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
@@ -71,28 +72,29 @@ class Accelerator(CPUAccelerator):
 
 
 @pytest.fixture
-def train(stores, tmp_path):
+def fit(stores, train):
     def run(kind: str, where: PretendedDevice | None, plugins=None, **changes):
         """Three steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
+        lightning.seed_everything(0, verbose=False)
+        module = SpecialistTraining(stores[kind], **MODEL | (EAGLE3 if kind == "eagle3" else {}) | changes)
         waits: list[Counter] = []
         watch = LambdaCallback(
             on_train_batch_start=lambda *_: where and where.waits.clear(),
             on_train_batch_end=lambda *_: where and waits.append(Counter(where.waits)),
         )
-        module, trainer, _ = fit(
-            stores[kind],
-            tmp_path,
-            model=MODEL | (EAGLE3 if kind == "eagle3" else {}) | changes,
+        trainer = train(
+            module,
+            FeatureData(stores[kind], batch_tokens=256, validation=0.2, noise=0.0),
             max_steps=3,
             accelerator="auto",
             strategy=SingleDeviceStrategy(DEVICE if where else torch.device("cpu"), Accelerator()),
             accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
             log_every_n_steps=3,
             val_check_interval=6,
             limit_val_batches=1,
             callbacks=[Throughput(), watch],
             plugins=plugins,
-            enable_checkpointing=False,
         )
         return module.draft.state_dict(), trainer.callback_metrics, waits
 
@@ -108,10 +110,10 @@ def train(stores, tmp_path):
     ],
     ids=str,
 )
-def test_steps_are_the_hosts(device, train, kind, options):
+def test_steps_are_the_hosts(device, fit, kind, options):
     """Through Lightning: transfer, losses, clipping, the optimizer, validation."""
-    host, host_metrics, _ = train(kind, None, **options)
-    ours, metrics, batches = train(kind, device, **options)
+    host, host_metrics, _ = fit(kind, None, **options)
+    ours, metrics, batches = fit(kind, device, **options)
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
@@ -120,10 +122,10 @@ def test_steps_are_the_hosts(device, train, kind, options):
         assert waits.total() <= 1 + number % 2, waits
 
 
-def test_autocast_of_cuda_takes_all_dtypes(device, train):
+def test_autocast_of_cuda_takes_all_dtypes(device, fit):
     """It rounds other operations than the CPU's: no product mixes dtypes, and the loss is nearly the same."""
-    _, exact, _ = train("eagle3", None)
-    _, mixed, _ = train("eagle3", device, plugins=[MixedPrecision("bf16-mixed", "pretend")])
+    _, exact, _ = fit("eagle3", None)
+    _, mixed, _ = fit("eagle3", device, plugins=[MixedPrecision("bf16-mixed", "pretend")])
     assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
 
 
