@@ -1,6 +1,5 @@
 """A training's folder on the command line: one training each, resumed there, unchanged by what cannot resume."""
 
-import gc
 import shutil
 import signal
 import subprocess
@@ -12,8 +11,6 @@ import torch
 import yaml
 from lightning_utilities.core.imports import RequirementCache
 
-from poss_lightning.training.fit import fit_once
-from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.work import Work
 from tests.support.command import left, says
 from tests.support.stores import contents
@@ -133,19 +130,6 @@ def test_a_logger_names_its_missing_package(poss, small, monkeypatch):
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", RequirementCache("wandb>=999"))
     result = poss("fit", *small, "--trainer.logger", "WandbLogger")
     says(result, "fit", "WandbLogger needs wandb>=999, which is not installed")
-
-
-def test_a_finished_training_takes_no_memory(store, tmp_path):
-    """A sweep has many in one process. Other tests may have left some."""
-
-    def alive() -> int:
-        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
-
-    gc.collect()
-    before = alive()
-    options = {"model": {"allocation": [2], "vocabulary_size": None}, "trainer": {"max_steps": 1}}
-    fit_once(tmp_path / "cell", "lab.yaml", options, {"data": {"store": store, "validation": 0.2}})
-    assert alive() == before
 
 
 def test_a_dry_run_writes_nothing(poss, small, tmp_path):

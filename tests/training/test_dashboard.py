@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
@@ -79,10 +78,8 @@ def test_a_run_is_one_row_with_tau_and_no_placeholder(run):
 
 def test_nothing_is_rendered_as_markdown(run):
     """TensorBoard turns texts and descriptions into HTML, so there are none; names and values it shows as they are."""
-    reader = plugin_event_accumulator.EventAccumulator(str(run.folder)).Reload()
-    assert "text" not in reader.ActivePlugins()
-    for tag in (tag for name in reader.ActivePlugins() for tag in reader.PluginTagToContent(name)):
-        assert not reader.SummaryMetadata(tag).summary_description
+    noted = run.events.summary_metadata.values()
+    assert not any(each.summary_description or each.plugin_data.plugin_name == "text" for each in noted)
 
 
 def test_a_figure_shows_every_kind_of_pos_acc(run):
@@ -90,9 +87,8 @@ def test_a_figure_shows_every_kind_of_pos_acc(run):
     logged = {f"val_pos_acc_{kind}/depth_1": 0.5 + n / 10 for n, kind in enumerate(KINDS)}
     logged["val/tau_tree"] = 1.5
     start = {"val/tau_tree": 1.2, "val_pos_acc_tree/depth_1": 0.4, "val_pos_acc_chain/depth_1": 0.3}
-    axes = draw_acceptance(logged, 3, 7, start).axes[0]
-    assert [line.get_label() for line in axes.lines] == ["unroll", "chain", "tree, τ 1.50", "tree at the start, τ 1.20"]
-    assert not draw_acceptance({}, 3, 7, {}).axes[0].lines
+    lines = draw_acceptance(logged, 3, 7, start).axes[0].lines
+    assert [line.get_label() for line in lines] == ["unroll", "chain", "tree, τ 1.50", "tree at the start, τ 1.20"]
 
 
 def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run, learn, store):
@@ -100,9 +96,6 @@ def test_a_validation_before_the_first_step_is_logged_and_changes_no_weight(run,
     trainers = (learn(store, 2, callbacks=replayed(*more)) for more in ([], [ValidateFirst()]))
     one, other = (trainer.lightning_module.draft.parameters() for trainer in trainers)
     assert all(map(torch.equal, one, other))
-
-
-# --- replay while training ---
 
 
 def test_validation_replays_the_held_out_answers(learn, store):

@@ -1,6 +1,7 @@
 """A training and its validation as functions: their folders, messages, and what they refuse."""
 
 import csv
+import gc
 import shutil
 import sys
 import warnings
@@ -19,6 +20,7 @@ from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
 CPU = "trainer/cpu.yaml"
+LAST = "lightning_logs/version_0/checkpoints/last.ckpt"
 OTHER = "cell was trained with other settings, or with configs that have changed"
 
 
@@ -33,9 +35,11 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     options = cut(store)
     fit(CPU, options)  # in lightning_logs/version_0
+    fit(CPU, options, {"ckpt_path": LAST, "trainer": {"max_steps": 2}})  # there, too
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
     config = yaml.safe_load((tmp_path / "lightning_logs/version_0/config.yaml").read_text())
     assert config["model"]["kind"] == "eagle2" and config["ckpt_path"] is None  # defaults included
-    last = {"ckpt_path": "lightning_logs/version_0/checkpoints/last.ckpt", "trainer": {"limit_val_batches": 1}}
+    last = {"ckpt_path": LAST, "trainer": {"limit_val_batches": 1}}
     logs = {"trainer": {"logger": {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "version": 0}}}}
 
     def warned(**data) -> list[str]:
@@ -147,3 +151,15 @@ def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     (folder / "fit.yaml").unlink()
     with unchanged(folder), pytest.raises(FileExistsError, match="cell holds a training that `poss fit` started"):
         fit_once(folder, *layers)
+
+
+def test_a_finished_training_takes_no_memory(store, tmp_path):
+    """A sweep has many in one process. Other tests may have left some."""
+
+    def alive() -> int:
+        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    fit_once(tmp_path / "cell", CPU, cut(store))
+    assert alive() == before

@@ -3,17 +3,14 @@
 import re
 import signal
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
-from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.processes import forked, needs_deepspeed
-from tests.support.ranks import QUIET
+from tests.support.resuming import fit
 
 
 def spoil(trainer, module, batch, batch_idx) -> None:
@@ -23,12 +20,11 @@ def spoil(trainer, module, batch, batch_idx) -> None:
 
 
 @pytest.fixture
-def fit(train, store, tmp_path):
+def spoilt(store, tmp_path):
     def run(callbacks=(), **options) -> None:
-        options["callbacks"] = [LambdaCallback(on_train_batch_start=spoil), *callbacks]
-        common = {"max_epochs": 1, "limit_val_batches": 0, "default_root_dir": tmp_path, "gradient_clip_val": 0.5}
+        callbacks = [LambdaCallback(on_train_batch_start=spoil), *callbacks]
         try:
-            train(SpecialistTraining(store, [1, 2], learning_rate=1e-3), **common | options)
+            fit(store, tmp_path, callbacks=callbacks, max_epochs=1, limit_val_batches=0, **options)
         finally:  # Lightning leaves its handlers where saving on an exception raises, too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -36,11 +32,11 @@ def fit(train, store, tmp_path):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_step_and_conversations_are_named_and_checkpoints_are_from_before(fit, tmp_path, accumulate):
+def test_step_and_conversations_are_named_and_checkpoints_are_from_before(spoilt, tmp_path, accumulate):
     kept = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, save_on_exception=True)
     options = {"accumulate_grad_batches": accumulate}
     with pytest.raises(ValueError, match=r"step (\d+): the norm of the gradient is nan, in ") as error:
-        fit([kept], enable_checkpointing=True, **options)
+        spoilt([kept], **options)
     step, ids = re.match(r"step (\d+): .* in ([\d, ]+)", str(error.value)).groups()
     assert "7" in ids.split(", ")
     if int(step):
@@ -50,27 +46,26 @@ def test_step_and_conversations_are_named_and_checkpoints_are_from_before(fit, t
     assert not list(tmp_path.glob("*exception*"))
     for ends in ({"max_steps": int(step) + 1}, {}):  # later steps are bad, too, as the weights are lost by then
         with pytest.raises(ValueError, match=f"step {step}: the norm of the gradient is nan"):
-            fit([DraftFolders()], **options, **ends)
+            spoilt([DraftFolders()], **options, **ends)
     assert not (tmp_path / "draft-last").exists()
 
 
-def test_a_limit_that_cuts_a_step_is_refused(fit):
+def test_a_limit_that_cuts_a_step_is_refused(spoilt):
     words = "limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
     with pytest.raises(ValueError, match=words):
-        fit(accumulate_grad_batches=2, limit_train_batches=3)
+        spoilt(accumulate_grad_batches=2, limit_train_batches=3)
 
 
-def overflow(store):
-    for stage in (2, 3):
-        module = SpecialistTraining(store, [1, 2], learning_rate=1e-3)
+def overflow(store, folder):
+    def setup(trainer, module, stage) -> None:
         module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)
-        data = FeatureData(store, batch_tokens=256, validation=0.2)
+
+    for stage in (2, 3):
         with pytest.raises(ValueError, match="step 0: the norm of the gradient is inf"):
-            options = {"accelerator": "cpu", "max_epochs": 1, "enable_checkpointing": False, **QUIET}
-            lightning.Trainer(strategy=DeepSpeed(stage), **options).fit(module, data)
+            fit(store, folder, strategy=DeepSpeed(stage), callbacks=[LambdaCallback(setup=setup)], max_epochs=1)
 
 
 @pytest.mark.nightly
 @needs_deepspeed
 def test_a_step_that_deepspeed_skips_is_reported(store, tmp_path):
-    forked(1, overflow, store)
+    forked(1, overflow, store, tmp_path)

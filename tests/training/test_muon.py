@@ -8,21 +8,24 @@ import pytest
 import torch
 
 from poss_lightning.training import muon
-from poss_lightning.training.muon import LENGTH, Muon, orthogonalize, waves
+from poss_lightning.training.muon import LENGTH, Muon, orthogonalize
 from tests.support.processes import forked
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
 
 
-def parameters(seed: int = 0) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [*SHAPES, (7,)]]
+def parameters() -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in [*SHAPES, (7,)]]
 
 
-def gradients(own: list[torch.nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+def step(seed: int, own: list[torch.nn.Parameter], *optimizers: torch.optim.Optimizer) -> None:
+    """Of random gradients."""
+    torch.manual_seed(seed)
     for p in own:
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape)
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -44,12 +47,9 @@ def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw():
         torch.optim.Muon(theirs[:2], momentum=0.95, adjust_lr_fn="match_rms_adamw", **options),
         torch.optim.AdamW(theirs[2:], betas=(0.9, 0.95), **options),
     ]
-    for step in range(4):
-        gradients(ours, step)
-        gradients(theirs, step)
-        mine.step()
-        for other in others:
-            other.step()
+    for seed in range(4):
+        step(seed, ours, mine)
+        step(seed, theirs, *others)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(ours[0], parameters()[0], atol=0.1 * LENGTH * 0.01)
@@ -61,7 +61,7 @@ def share_steps(folder: Path) -> None:
     made = []
     muon.orthogonalize = lambda matrix: (made.append(matrix.shape), orthogonalize(matrix))[1]
     torch.save(take_steps(rank=rank, world=2), folder / f"{rank}.pt")
-    assert len(made) == 4 * (2 if rank == 0 else 1)  # of three matrices
+    assert made == 4 * [[(32, 32), (64, 24)], [(24, 64)]][rank]  # matrices of similar size together, the largest first
     torch.distributed.destroy_process_group()
 
 
@@ -70,12 +70,11 @@ def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tens
     own = parameters()
     options = {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1, **share}
     optimizer = Muon(own, **options)
-    for step in range(4):
-        if step == stored_after:
+    for seed in range(4):
+        if seed == stored_after:
             stored, optimizer = copy.deepcopy(optimizer.state_dict()), Muon(own, **options)
             optimizer.load_state_dict(stored)
-        gradients(own, step)
-        optimizer.step()
+        step(seed, own, optimizer)
     return [*(p.detach() for p in own), *(optimizer.state[p]["momentum"] for p in own[:3])]
 
 
@@ -84,12 +83,6 @@ def test_two_processes_take_the_steps_of_one_bitwise(tmp_path):
     alone = take_steps()
     for rank in range(2):
         assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), alone))
-
-
-def test_processes_take_matrices_of_similar_size_the_largest_first():
-    sizes = [(2, 2), (8, 2), (8, 8), (2, 9), (7, 8)]
-    groups = waves([torch.empty(size) for size in sizes], 2)
-    assert [[tuple(p.shape) for p in group] for group in groups] == [[(8, 8), (7, 8)], [(2, 9), (8, 2)], [(2, 2)]]
 
 
 def test_a_stored_state_resumes_bitwise():

@@ -19,9 +19,6 @@ from tests.support.tiny import tiny_draft
 LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)
 
 
-# --- FLOPs ---
-
-
 @pytest.mark.parametrize(
     ("allocation", "options"),
     [
@@ -59,9 +56,6 @@ def test_flops_of_attention_are_three_times_those_of_its_forward(target):
     assert far - near == 3 * config.depth * counter.get_total_flops()
 
 
-# --- memory ---
-
-
 def test_a_strategy_divides_what_its_table_says():
     """The bytes per parameter in docs/clusters.md."""
     count = count_parameters(LLAMA)
@@ -89,20 +83,10 @@ def test_moments_are_those_of_a_step(deep, kind, optimizer):
     assert moment_bytes(draft.config, optimizer) == moments - (vectors if optimizer == "muon" else 0)
 
 
-# --- targets and the command ---
-
-
 def test_sizes_of_a_local_folder_are_those_of_the_loaded_target(tiny_folder, target):
     spec, tied = find_target(tiny_folder)
     assert tied == target.embed_head.tied
     assert all(getattr(spec, name) == getattr(target.spec, name) for name in SIZE_FIELDS)
-
-
-def test_tying_is_the_default_of_the_model_class(tmp_path):
-    """For a config that does not mention it."""
-    for kind, tied in (("gemma", True), ("llama", False)):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 32}))
-        assert find_target(str(tmp_path))[1] == tied
 
 
 def test_the_report_of_one_training(capsys):

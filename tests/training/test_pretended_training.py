@@ -20,13 +20,13 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
-from poss_lightning.features.writing import tokenize, write_store
+from poss_lightning.features.writing import tokenize
 from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import Throughput
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
-from tests.support.talks import EAGLE3, SIZES, talks
+from tests.support.talks import EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
@@ -117,10 +117,9 @@ def test_steps_are_the_hosts(device, fit, kind, options):
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
-    for number, waits in enumerate(batches[1:-2], start=1):  # the first and the last ones are logged, and may wait more
-        assert waits.total() <= 1 + number % 2, (
-            waits
-        )  # a batch for the slots that count, a step for whether all is finite
+    # A batch waits for the slots that count, a step for whether all is finite; the first and the last ones are logged.
+    for number, waits in enumerate(batches[1:-2], start=1):
+        assert waits.total() <= 1 + number % 2, waits
 
 
 def test_autocast_of_cuda_takes_all_dtypes(device, fit):
@@ -147,11 +146,10 @@ def padded(source) -> Batch:
 
 
 @pytest.mark.parametrize(("kind", "stored"), [("eagle2", "exact"), ("eagle3", "float8")])
-def test_a_store_holds_the_hosts_features(device, tmp_path, kind, stored):
+def test_a_store_holds_the_hosts_features(device, make_store, kind, stored):
     """Extraction: the forward is done on the device, and what is kept comes from there."""
-    for name, where in (("host", "cpu"), ("ours", DEVICE)):
-        write_store(tmp_path / name, load(where, kind), talks(), layers=LAYERS[kind], stored=stored, **SIZES)
-    host, ours = (FeatureStore(str(tmp_path / name)) for name in ("host", "ours"))
+    options = {"layers": LAYERS[kind], "stored": stored}
+    host, ours = (FeatureStore(make_store(load(where, kind), **options)) for where in ("cpu", DEVICE))
     step = {"exact": 1e-4, "float8": 0.07}[stored]  # one code of 8 bits
     for one, other in zip(host, ours, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist() and one.greedy.tolist() == other.greedy.tolist()

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from poss_lightning.configs import locate_configs
 from poss_lightning.files import conf_names
 from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
 from poss_lightning.training.command import Training
 from poss_lightning.training.fit import compose, fit, fit_once
+from tests.support.command import run_in
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
 PROBE = {"class_path": "poss_lightning.evaluation.probe.Replay", "init_args": {"answers": 3}}
@@ -42,22 +42,14 @@ CONFIGS = sorted(name for name in conf_names() if name.startswith(("draft/", "tr
 
 def some_options(draw: random.Random) -> dict:
     """A few options, nested or with dots, one of them in each group."""
-    chosen = draw.sample(sorted(VALUES), draw.randint(0, 5))
     options: dict = {}
-    for name in chosen:
+    for name in draw.sample(sorted(VALUES), draw.randint(0, 5)):
         value, (group, _, rest) = draw.choice(VALUES[name]), name.partition(".")
         if not rest or ("${" not in str(value) and draw.random() < 0.3 and group not in options):
             options[name] = value
         elif not any(given.startswith(f"{group}.") for given in options):
             options.setdefault(group, {})[rest] = value
     return options
-
-
-def printed(capsys, *arguments: str) -> dict:
-    """What `poss fit --print_config` prints."""
-    with pytest.raises(SystemExit):
-        Training("fit", locate_configs([*arguments, "--print_config"]), until="parsed")
-    return yaml.safe_load(capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -76,20 +68,21 @@ def trained(monkeypatch) -> list[dict]:
     return seen
 
 
-@pytest.mark.parametrize("number", [10, pytest.param(200, marks=pytest.mark.nightly)])
-def test_everything_trains_with_the_options_of_print_config(number, tmp_path, capsys, trained):
-    """Random options over random configs, some of which set the same."""
+@pytest.mark.parametrize("number", [len(CONFIGS), pytest.param(200, marks=pytest.mark.nightly)])
+def test_everything_trains_with_the_options_of_print_config(number, tmp_path, trained):
+    """Random options over every config and random others, some of which set the same."""
     draw = random.Random(number)
-    for place in (tmp_path / str(i) for i in range(number)):
-        place.mkdir()
+    for i in range(number):
+        (place := tmp_path / str(i)).mkdir()
         (place / "first.yaml").write_text("model: {allocation: [4]}")
-        configs = [str(place / "first.yaml"), *draw.sample(CONFIGS, draw.randint(0, 3))]
+        configs = [str(place / "first.yaml"), CONFIGS[i % len(CONFIGS)], *draw.sample(CONFIGS, draw.randint(0, 2))]
         common, special = some_options(draw), some_options(draw)
         seed = {"seed_everything": 11, "data": {"seed": 11}}
         files = [place / f"{i}.yaml" for i in range(3)]
         for file, options in zip(files, (seed, common, special), strict=True):
             file.write_text(yaml.safe_dump(options))
-        expected = printed(capsys, *(word for name in (*configs, *map(str, files)) for word in ("--config", name)))
+        words = [word for name in (*configs, *files) for word in ("--config", name)]
+        expected = yaml.safe_load(run_in(place, "fit", *words, "--print_config").out)
         assert compose(*configs, seed, common, special) == expected, (configs, common, special)
         assert compose(*configs, *map(str, files)) == expected
 
@@ -103,13 +96,6 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, ca
         assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed-11"
         del expected["trainer"]["logger"]
         assert cell_options == expected
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_every_config_is_composed_as_print_config_prints_it(config, capsys):
-    given = {"model": {"allocation": [1]}}
-    expected = printed(capsys, "--config", config, "--config", yaml.safe_dump(given, default_flow_style=True))
-    assert compose(config, given) == expected
 
 
 def test_options_that_a_config_may_not_have_are_named(tmp_path, monkeypatch):

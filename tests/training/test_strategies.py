@@ -1,33 +1,23 @@
 """The same global batches give the same draft on every strategy, and any of them resumes where another stopped.
 
-Covered, each compared with a plain loop: four AdamW steps in float32, some clipped, with uneven slot counts.
-
-                                one ×1   DDP ×2   ZeRO-1 ×2   ZeRO-2 ×2   ZeRO-3 ×2   ZeRO-3 ×2, offloaded
-    2 batches a step              2        1         1           1           1            -
-    4 batches a step              4        2         2           2           2            2
-    … resumed after step 2      itself   itself    itself      itself      itself         -
-    … resumed from                -       one       DDP        ZeRO-1      ZeRO-2         -
-    … in bf16-mixed               4        2         2           2           2            -
-    4, EAGLE-3 of two layers      -        2         2           -           2            -
-
-The numbers are accumulated batches. At 4 batches a step the third is short: it ends the epoch.
+Each is compared with a plain loop: four AdamW steps in float32, some clipped, with uneven slot counts. One process, two
+of DDP and two of each stage of ZeRO take 2 and 4 batches a step, the third of which is short, as it ends the epoch.
 """
 
 import json
 import sys
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
-from safetensors.torch import load_file
 
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.stream import collate
-from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
 from poss_lightning.training.fit import command_line
@@ -49,76 +39,59 @@ def each(*names: str) -> list:
 
 NAMES = ("one", "ddp", "zero1", "zero2", "zero3")
 STRATEGIES = each(*NAMES)
-RUNS = [f"{strategy}/{name}" for strategy in NAMES for name in ("2", "4")]
-RUNS += [f"{strategy}/from-other" for strategy in NAMES[1:]]
-RUNS += ["zero3-offload/4", "ddp/eagle3", "zero1/eagle3", "zero3/eagle3"]
+RUNS = [f"{strategy}/{name}" for strategy in NAMES for name in ("2", "4", "from-other", "eagle3")]
 # Of what training changed. Adam divides small gradients by their own size, so their rounding counts: on one CPU half an
 # ulp in the first weights makes 2e-5, more where passes pass their rounding on. A mean over wrong slots is 1e-1 away.
 NEAR = 5e-4
 
 
 @pytest.fixture(scope="module")
-def store(make_store, tiny_folder) -> str:
-    return make_store(Target.load(tiny_folder, "float32"), limit=32)
+def sources(make_store, tmp_path_factory) -> dict[str, dict]:
+    """Of both kinds of draft: features, the model's options, and weights, so spread that every specialist matters.
+
+    The own head of EAGLE-3 learns outside the unroll, without detaching.
+    """
+    inner = make_store(tiny_target(num_hidden_layers=7), limit=32, layers=(2, 3, 4))
+    eagle2, eagle3 = {"store": make_store(tiny_target(), limit=32), "model": {}}, {"store": inner, "model": EAGLE3}
+    for own in (eagle2, eagle3):
+        own["initial"] = str(tmp_path_factory.mktemp("initial") / "weights.safetensors")
+        write_initial(Path(own["initial"]), own["store"], **own["model"])
+    return {"eagle2": eagle2, "eagle3": eagle3}
 
 
 @pytest.fixture(scope="module")
-def inner(make_store) -> str:
-    """What a draft of the EAGLE-3 kind reads."""
-    return make_store(tiny_target(num_hidden_layers=7), limit=32, layers=(2, 3, 4))
-
-
-@pytest.fixture(scope="module")
-def initial(store, inner, tmp_path_factory) -> Path:
-    """Weights to start from, spread so that every specialist matters; those of the EAGLE-3 kind beside them."""
-    folder = tmp_path_factory.mktemp("initial")
-    write_initial(folder / "weights.safetensors", store)
-    write_initial(folder / "eagle3.safetensors", inner, **EAGLE3)
-    return folder / "weights.safetensors"
-
-
-@pytest.fixture(scope="module")
-def trained(request, store, inner, initial, tmp_path_factory) -> Path:
-    """A folder a run, strategy/name, of the trainings in the table; each library has processes of its own."""
+def trained(request, sources, tmp_path_factory) -> Path:
+    """A folder a run, strategy/name; each library has processes of its own."""
     out = tmp_path_factory.mktemp("trained")
-    # A draft whose own head learns outside the unroll, without detaching.
-    eagle3 = {"store": inner, "model": EAGLE3, "initial": str(initial.with_name("eagle3.safetensors"))}
-    forked(1, ranks.main, store, str(initial), runs(out, "one"))
-    forked(2, ranks.main, store, str(initial), [*runs(out, "ddp", "one", eagle3), command(out, store, "ddp")])
-    if not any("zero" in item.name and item.path == request.path for item in request.session.items):
-        return out
-    zero = [
-        *runs(out, "zero1", "ddp", eagle3),
-        *runs(out, "zero2", "zero1"),
-        *runs(out, "zero3", "zero2", eagle3),
-        {"strategy": "zero3-offload", "folder": str(out / "zero3-offload" / "4"), "world": 2, "accumulate": 2},
-        command(out, store, "zero3", "trainer/zero3.yaml"),
-    ]
-    forked(2, ranks.main, store, str(initial), zero)
+    store, initial = sources["eagle2"]["store"], sources["eagle2"]["initial"]
+    every = {strategy: runs(out, strategy, other, sources["eagle3"]) for other, strategy in pairwise(("one", *NAMES))}
+    forked(1, ranks.main, store, initial, every["one"])
+    forked(2, ranks.main, store, initial, [*every["ddp"], command(out, store, "ddp", {"trainer": {"strategy": "ddp"}})])
+    if any("zero" in item.name and item.path == request.path for item in request.session.items):
+        offloaded = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload/4"), "world": 2, "accumulate": 2}
+        ours = [run for strategy in NAMES if "zero" in strategy for run in every[strategy]]
+        given = [*ours, offloaded, command(out, store, "zero3", "trainer/zero3.yaml")]
+        forked(2, ranks.main, store, initial, given)
     return out
 
 
-def command(out: Path, store: str, strategy: str, *configs: str) -> dict:
+def command(out: Path, store: str, strategy: str, layer: str | dict) -> dict:
     """What the command line is given for two CPU ranks."""
     place = {"save_dir": str(out), "name": f"{strategy}.yaml", "version": ""}
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "log_every_n_steps": 1}
     trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
     trainer |= {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}
-    trainer |= {} if configs else {"strategy": strategy}
     options = {"data": {"store": store, "validation": 0.2}, "trainer": trainer}
     often = "--trainer.callbacks.init_args.every_n_train_steps=1"  # of the last callback, which writes last.ckpt
-    fit = [*command_line("draft/poss3.yaml", *configs, options), often]
+    fit = [*command_line("draft/poss3.yaml", layer, options), often]
     return {"strategy": strategy, "fit": fit, "last": str(out / f"{strategy}.yaml" / "checkpoints" / "last.ckpt")}
 
 
-def runs(out: Path, strategy: str, other: str | None = None, eagle3: dict | None = None) -> list[dict]:
+def runs(out: Path, strategy: str, other: str, eagle3: dict) -> list[dict]:
     world = 1 if strategy == "one" else 2
-    settings: dict[str, dict] = {"2": {}, "4": {}, "bf16": {"precision": "bf16-mixed"}}
-    settings["again"] = {"resume": str(out / strategy / "4" / "step=2.ckpt")}
-    if other:
-        settings["from-other"] = {"resume": str(out / other / "4" / "step=2.ckpt")}
-    if eagle3:
-        settings["eagle3"] = eagle3
+    settings = {"2": {}, "4": {}, "bf16": {"precision": "bf16-mixed"}, "eagle3": eagle3}
+    for name, begun in (("again", strategy), ("from-other", other)):
+        settings[name] = {"resume": str(out / begun / "4" / "step=2.ckpt")}
     common = {"strategy": strategy, "world": world}
     return [
         {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
@@ -127,33 +100,34 @@ def runs(out: Path, strategy: str, other: str | None = None, eagle3: dict | None
 
 
 @pytest.fixture(scope="module")
-def reference(store, inner, initial) -> dict[str, tuple[Weights, Path]]:
+def reference(sources) -> dict[str, tuple[Weights, str]]:
     """By a run's name: weights after plain steps, of every conversation alone and without Lightning; those before."""
-    two, four = ((plain_steps(store, initial, share), initial) for share in (2, 4))
-    start = initial.with_name("eagle3.safetensors")
-    own = plain_steps(inner, start, 4, **EAGLE3), start
-    return {"2": two, "4": four, "bf16": four, "from-other": four, "eagle3": own}
+
+    def steps(kind: str, share: int) -> tuple[Weights, str]:
+        own = sources[kind]
+        return plain_steps(own["store"], own["initial"], share, **own["model"]), own["initial"]
+
+    four = steps("eagle2", 4)
+    return {"2": steps("eagle2", 2), "4": four, "bf16": four, "from-other": four, "eagle3": steps("eagle3", 4)}
 
 
-# --- one truth ---
-
-
-def test_processes_have_uneven_slot_counts(store):
+def test_processes_have_uneven_slot_counts(sources):
+    store = sources["eagle2"]["store"]
     schedule = FeatureData(store, **DATA).train_dataloader().schedule
     sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
 
 
-@pytest.mark.parametrize("run", each(*RUNS))
+@pytest.mark.parametrize("run", each(*RUNS, "zero3-offload/4"))
 def test_every_strategy_takes_the_same_steps(trained, reference, run):
     """Also if it resumes from the checkpoint of another, or an own head learns without detaching."""
     assert difference(weights(trained / run), *reference[Path(run).name]) < NEAR
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_reduces_every_gradient_once(trained, initial, strategy):
+def test_a_step_reduces_every_gradient_once(trained, strategy):
     """With and without accumulation: what is summed over the processes is as many numbers as there are parameters."""
-    learnt = [value for name, value in load_file(initial).items() if value.is_floating_point() and name != "scale"]
+    learnt = Specialists.from_pretrained(trained / strategy / "4" / "draft-last").parameters()
     least = sum(map(torch.numel, learnt)) if strategy != "one" else 0
     for batches in ("2", "4"):
         reduced = json.loads((trained / strategy / batches / "reduced.json").read_text())
@@ -170,9 +144,6 @@ def test_bfloat16_stays_near(trained, reference, strategy):
     moments = [state[name] for state in stored["optimizer_states"][0]["state"].values() for name in ("exp_avg", "step")]
     assert {value.dtype for value in floats + moments} == {torch.float32}
     assert any((value != value.bfloat16()).any() for value in floats)
-
-
-# --- checkpoints ---
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -227,25 +198,17 @@ def test_the_first_process_says_whether_a_draft_is_the_best(monkeypatch, tmp_pat
 
 
 def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path):
-    whole = trained / "one" / "4" / "step=4.ckpt"
-    (tmp_path / "cut.ckpt").write_bytes(whole.read_bytes()[:-1000])
-    stored = torch.load(whole, weights_only=True)
-    torch.save({name: value for name, value in stored.items() if name != "draft"}, tmp_path / "other.ckpt")
+    stored = torch.load(trained / "one" / "4" / "step=4.ckpt", weights_only=True)
     config = json.loads(stored["draft"]) | {"allocation": [1, 1, 1]}
-    torch.save(stored | {"draft": json.dumps(config)}, tmp_path / "contradicting.ckpt")
-    torch.save(stored | {"draft": "{}"}, tmp_path / "empty.ckpt")
-    for name, words in (
-        ("cut", "is not a complete checkpoint"),
-        ("other", "has no 'draft'"),
-        ("contradicting", "does not fit its draft's config"),
-        ("empty", "is not a draft's config"),
+    for changed, words in (
+        ({"state_dict": stored["state_dict"]}, "has no 'draft'"),
+        (stored | {"draft": json.dumps(config)}, "does not fit its draft's config"),
+        (stored | {"draft": "{}"}, "is not a draft's config"),
     ):
+        torch.save(changed, tmp_path / "other.ckpt")
         with pytest.raises(ValueError, match=words):
-            export(str(tmp_path / f"{name}.ckpt"), str(tmp_path / "out"))
+            export(str(tmp_path / "other.ckpt"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
-
-
-# --- the command line ---
 
 
 @pytest.mark.parametrize("strategy", each("ddp", "zero3"))

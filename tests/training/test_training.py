@@ -18,13 +18,14 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.target.model import Target
-from poss_lightning.training.callbacks import DraftFolders, Throughput
+from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint, Throughput
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
 from tests.support.decoders import tokens_of
 from tests.support.ranks import QUIET
+from tests.support.resuming import fit
 from tests.support.talks import BLOCK, EAGLE3
 from tests.support.tiny import tiny_target
 
@@ -66,7 +67,7 @@ def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
     assert ((some.mean(0) - loss(None)).abs() < 4 * error).all() and (error > 0).all()
 
 
-def test_muon_learns_and_all_its_gradients_are_clipped_together(store, learn, tmp_path):
+def test_muon_learns_and_all_its_gradients_are_clipped_together(store, learn, tmp_path, monkeypatch):
     norms, plain = [], Muon._step_matrices
 
     def watch(self, group):
@@ -74,9 +75,8 @@ def test_muon_learns_and_all_its_gradients_are_clipped_together(store, learn, tm
         norms.append(torch.nn.utils.get_total_norm(every).item())
         return plain(self, group)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Muon, "_step_matrices", watch)
-        learn(store, 60, tmp_path, optimizer="muon")
+    monkeypatch.setattr(Muon, "_step_matrices", watch)
+    learn(store, 60, tmp_path, optimizer="muon")
     assert len(norms) == 60 and max(norms) <= 0.5 + 1e-3 and min(norms) > 0.4
     learns(tmp_path, 0.95)
 
@@ -92,26 +92,24 @@ def learns(folder, ratio: float) -> set[str]:
     return names
 
 
-def test_it_learns_logs_and_writes_a_draft(store, learn, tmp_path, recwarn):
-    learn(store, 60, tmp_path, [DraftFolders("val/loss", "min")])
-    assert not any("draft-best" in str(warning.message) for warning in recwarn)
-    assert {f"val_drift_cosine/depth_{k}" for k in range(1, 5)} <= learns(tmp_path, 0.9)
-    draft = Specialists.from_pretrained(tmp_path / "draft-best")
-    assert draft.config.allocation == (2, 2) and draft.config.target == FeatureStore(store).manifest.target
-    assert (tmp_path / "draft-last" / "model.safetensors").is_file()
-
-
 @pytest.mark.parametrize(
-    "options",
-    [EAGLE3 | {"vocabulary_size": 200}, BLOCK | {"allocation": [4], "anchors": 12}],
-    ids=["eagle3", "block"],
+    ("options", "steps", "ratio"),
+    [
+        ({}, 60, 0.9),
+        (EAGLE3 | {"vocabulary_size": 200}, 30, 0.97),
+        (BLOCK | {"allocation": [4], "anchors": 12}, 30, 0.97),
+    ],
+    ids=["eagle2", "eagle3", "block"],
 )
-def test_a_draft_of_inner_layers_learns_logs_no_drift_and_drafts_without_loss(inner, learn, tmp_path, options):
-    learn(inner, 30, tmp_path, [Dashboard(), DraftFolders("val/loss", "min")], **options)
-    assert not any("drift" in name or "feature" in name for name in learns(tmp_path, 0.97))
-    draft, target = Specialists.from_pretrained(tmp_path / "draft-last"), tiny_target(num_hidden_layers=7)
-    assert draft.config.kind == options["kind"]
-    assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
+def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn, tmp_path, options, steps, ratio):
+    learn(inner, steps, tmp_path, [Dashboard(), DraftFolders("val/loss", "min")], **options)
+    names, drift = learns(tmp_path, ratio), {f"val_drift_cosine/depth_{k}" for k in range(1, 5)}
+    assert not any("drift" in name or "feature" in name for name in names) if options else drift <= names
+    target = tiny_target(num_hidden_layers=7)
+    for folder in ("draft-best", "draft-last"):
+        draft = Specialists.from_pretrained(tmp_path / folder)
+        assert draft.config.kind == options.get("kind", "eagle2") and draft.config.target == target.spec
+        assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
 
 
 @pytest.mark.parametrize("size", [200, None])
@@ -152,6 +150,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     ("options", "words"),
     [
         ({"anchors": 8}, "anchors is 8, and the passes of a draft of kind eagle2 are over all slots"),
+        ({"depth": 2}, r"depth is 2, which never reaches every specialist of \[2, 2\]: give at least 3"),
         ({"depth": 3, "window": 3}, "depth is 4, and the draft's window 3"),  # that of validation and decoding
         ({"kind": "eagle3", "loss": {"feature": 1.0}}, "a draft of this kind predicts no feature"),
     ],
@@ -183,25 +182,30 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
 
 
-def test_throughput_counts_all_batches_between_two_logs(store, train):
-    taken, throughput = [], Throughput()
-    plain, throughput._log = throughput._log, lambda *given: (taken.append(throughput.totals.tolist()), plain(*given))
-    trainer = train(
-        SpecialistTraining(store, [2, 2]),
-        data := FeatureData(store, batch_tokens=256, validation=0.2),
-        max_steps=4,
-        accumulate_grad_batches=2,
-        log_every_n_steps=4,
-        limit_val_batches=1,
-        val_check_interval=3,
-        callbacks=[throughput],
-    )
-    slots, tokens, flops = taken[0]
+def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
+    """Which are in the same steps after resuming."""
+
+    def run(**options) -> tuple[list, lightning.Trainer]:
+        taken, throughput = [], Throughput()
+        plain = throughput._log
+
+        def log(trainer, module) -> None:
+            taken.append((trainer.global_step, *throughput.totals.tolist()))
+            plain(trainer, module)
+
+        throughput._log = log
+        options |= {"accumulate_grad_batches": 2, "limit_val_batches": 1, "val_check_interval": 3, "max_epochs": -1}
+        _, trainer, _ = fit(store, tmp_path, log_every_n_steps=4, callbacks=[throughput, LastCheckpoint()], **options)
+        return taken, trainer
+
+    ((step, slots, tokens, flops),), trainer = run(max_steps=6)
+    data, logged = trainer.datamodule, trainer.callback_metrics
     shown = [i for epoch in range(2) for i in data.train]  # enough to hold what four steps took
     assert 0 < slots < tokens <= sum(data.source.lengths[i] for i in shown) and flops > 0
-    logged = trainer.callback_metrics
     assert 0 < logged["throughput/waiting"] < 1 and logged["throughput/teraflops"] > 0
     assert logged["slots/s"] / logged["throughput/tokens_per_second"] == pytest.approx(slots / tokens, rel=1e-4)
+    again, _ = run(max_steps=13, resume="checkpoints/last.ckpt")
+    assert [step, *(first for first, *_ in again)] == [4, 8, 12]
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
