@@ -49,6 +49,18 @@ def tiny_folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="session")
+def deep() -> Target:
+    """With layers enough for EAGLE-3."""
+    return tiny_target(num_hidden_layers=8)
+
+
+@pytest.fixture(scope="session")
+def deep_folder(tmp_path_factory) -> str:
+    """The same, as a local folder."""
+    return write_target(tmp_path_factory.mktemp("deep-target"), num_hidden_layers=8)
+
+
+@pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
     """Inputs of commands, whole and broken, which no test changes."""
     folder = tmp_path_factory.mktemp("inputs")

@@ -217,7 +217,7 @@ def test_starting_from_fewer_specialists_copies_who_served_the_first_position(ta
         (EAGLE3, {}, "kind eagle2, and this one eagle3"),
         (EAGLE3, EAGLE3 | {"fc_norm": True}, "fc_norm, and this one has not: make fc_norm true"),
         (EAGLE3, EAGLE3 | {"norm_output": True}, "norm_output, and this one has not: make norm_output true"),
-        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"layers \(1, 3\), and this one \(2, 3, 4\)"),
+        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"layers \(1, 3\), and this one \(2, 4, 5\)"),
         (BLOCK, BLOCK | {"norm_eps": 0.01}, "norm_eps 0.01, and this one None"),
         (BLOCK, BLOCK | {"block_layers": 2}, "other sizes"),
     ],

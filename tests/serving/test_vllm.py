@@ -17,7 +17,7 @@ from poss_lightning.interop.layouts import METHODS
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 from tests.support.serving import draft_here, serve, teach
-from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+from tests.support.tiny import tiny_draft, write_target
 from tests.support.unrolling import LLAMA3
 
 pytestmark = pytest.mark.vllm
@@ -68,10 +68,7 @@ CASES = {  # the first ones do without the plugin
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A tiny target of sizes that vLLM's attention takes."""
-    folder = tmp_path_factory.mktemp("target")
-    tiny_model(**SIZES).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return Path(write_target(tmp_path_factory.mktemp("target"), **SIZES))
 
 
 @pytest.fixture(scope="module")
