@@ -1,6 +1,5 @@
 """What is refused, in one line that names it, and nothing is left: wrong files, damaged folders, wrong arguments."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,9 @@ def write(folder: Path, name: str, target: Target, kind: str = "safetensors", **
         "dflash": lambda: (dflash(target), CONFIG | STATED),
     }[name]()
     of_tensors = {key: value for key, value in changes.items() if "." in key or key in ("d2t", "t2d")}
-    put(folder, {key: tensor for key, tensor in (tensors | of_tensors).items() if tensor is not None}, kind)
-    stated = config | {key: value for key, value in changes.items() if key not in of_tensors}
-    (folder / "config.json").write_text(json.dumps(stated))
-    return folder
+    of_config = {key: value for key, value in changes.items() if key not in of_tensors}
+    kept = {key: tensor for key, tensor in (tensors | of_tensors).items() if tensor is not None}
+    return put(folder, kept, kind, config, **of_config)
 
 
 UP = "layers.1.mlp.up_proj.weight"

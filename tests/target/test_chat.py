@@ -13,7 +13,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.target.chat import Chat, Rendered
 from poss_lightning.target.spelling import GUARD
 from poss_lightning.target.template import thinking
-from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1, VICUNA
+from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1
 from tests.support.templates import QWEN3_THINKING as THINKING
 from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
@@ -64,7 +64,7 @@ def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [*map(chr, range(33, 127)), "▁"]
     trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    tokenizer.train_from_iterator(["▁USER:▁Which▁river▁is▁longest?▁ASSISTANT:▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
+    tokenizer.train_from_iterator(["▁[INST]▁Which▁river▁is▁longest?▁[/INST]▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -251,12 +251,8 @@ def test_what_a_template_refuses_or_leaves_out_is_refused(template, messages, gi
 
 
 def test_an_answer_out_of_the_loss_need_not_be_told_from_its_prompt():
-    chat, good = Chat(tiny_tokenizer(R1)), assistant("<think>\nTwo.\n</think>\n\nNo.")
-    messages = [user("Prime?"), assistant("Yes."), user("Even?"), good]
-    with pytest.raises(ValueError, match="message 1"):
-        chat.texts(messages)
-    messages[1]["weight"] = 0
-    assert words(chat, messages) == ["Two.\n</think>\n\nNo.<|im_end|>"]
+    messages = [user("Prime?"), assistant("Yes.") | {"weight": 0}, user("Even?"), assistant("Two.\n</think>\n\nNo.")]
+    assert words(Chat(tiny_tokenizer(R1)), messages) == ["Two.\n</think>\n\nNo.<|im_end|>"]
 
 
 def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
@@ -420,14 +416,14 @@ def unigram() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("prefix", ["normalizer", "first", "always", "none", "unigram"])
 def test_letters_of_special_tokens_are_spelled_without_new_blanks(prefix):
     tokenizer = unigram() if prefix == "unigram" else sentencepiece(prefix)
-    tokenizer.chat_template = VICUNA
+    tokenizer.chat_template = LLAMA_2
     chat, messages = Chat(tokenizer), [user(LETTERS), assistant("Use <s>x</s> so.")]
     prompt, [(start, end)] = chat.prompt(messages[:1]), render(chat, messages).spans
     plain = LETTERS.replace("<s>", "[s]").replace("</s>", "[/s]")
     twin = tokenizer.decode(chat.prompt([user(plain)])).replace("[s]", "<s>").replace("[/s]", "</s>")
     assert tokenizer.decode(prompt) == twin
     assert sum(token in tokenizer.all_special_ids for token in prompt) == 1, "the template's own"
-    assert tokenizer.decode(render(chat, messages).tokens[start:end]).strip() == "Use <s>x</s> so.</s>"
+    assert tokenizer.decode(render(chat, messages).tokens[start:end]).strip() == "Use <s>x</s> so. </s>"
 
 
 def test_truncation_and_padding_of_a_saved_tokenizer_are_ignored():
