@@ -85,9 +85,7 @@ def test_what_engines_do_without_may_be_missing(deep, ids, change):
 @pytest.mark.parametrize(
     ("ids", "layers"),
     [
-        ({FUSED_BY: FUSED}, FUSED),
         ({"eagle_config": {FUSED_BY: [1, 3, 4]}}, FUSED),
-        ({FUSED_BY: [2, 3, 6]}, [2, 3, 6]),
         ({"eagle_config": {FUSED_BY: [2, 3, 6]}}, [3, 4, 7]),
     ],
     ids=str,

@@ -31,12 +31,12 @@ def engine_reader(target: Target, layers: tuple[int, ...], *, folder: Path, mode
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3, longrope"])
 def test_features_and_layers_are_those_of_the_target(tmp_path, name):
-    """The final norm of each family is found; layers come in the order asked for, one of them twice."""
+    """The final norm of each family is found, a locked file waited for; layers come as asked for, one of them twice."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name.split(",")[0], **SIZE | FAMILIES[name])
     target = Target(AutoModelForCausalLM.from_config(config), tiny_tokenizer(), name)
     layers = (2, 1, 2)
-    theirs = engine_reader(target, layers, folder=tmp_path).read(TEXTS)
+    theirs = engine_reader(target, layers, folder=tmp_path, seconds=0.1).read(TEXTS)
     ours = TargetReader(target, layers).read(TEXTS)
     for their, our in zip(theirs, ours, strict=True):
         torch.testing.assert_close(their, our, rtol=1e-4, atol=1e-4)
@@ -81,11 +81,6 @@ def test_what_is_not_the_states_of_the_text_is_refused(target, tmp_path, change,
         reader = partial(engine_reader, folder=tmp_path, made=later)
         write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=(1,), reader=reader)
     assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
-
-
-def test_a_file_is_waited_for_until_its_lock_is_free(target, tmp_path):
-    reader = engine_reader(target, (1,), folder=tmp_path, seconds=0.1)
-    torch.testing.assert_close(reader.read([[5, 7]]).features, TargetReader(target, ()).read([[5, 7]]).features)
 
 
 def test_an_engine_with_a_different_model_or_numbering_is_refused(target, tmp_path):
