@@ -91,9 +91,9 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
         ("bin", "*.bin", partial(torch.save, [1, 2]), "pytorch_model.bin is not a table of names and tensors"),
     ],
 )
-def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, file, damage, words):
+def test_a_folder_that_is_damaged_is_refused(convert, deep, tmp_path, monkeypatch, kind, file, damage, words):
     monkeypatch.chdir(tmp_path)  # code in a file would leave a file here
-    theirs = write(tmp_path / "theirs", "poss", target, kind)
+    theirs = write(tmp_path / "theirs", "poss", deep, kind)
     damage(next(theirs.glob(file)))
     refused(convert, tmp_path, words, theirs, "out", "--input_format", "poss", "--allocation", [2, 2, 2])
 

@@ -135,10 +135,9 @@ def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
 class Builder:
     """What both model runners ask of a builder of attention metadata."""
 
-    supports_draft_decode_metadata_update = True
-
-    def __init__(self, v2: bool):
+    def __init__(self, v2: bool, supported: bool = True):
         self.vllm_config = SimpleNamespace(use_v2_model_runner=v2)
+        self.supports_draft_decode_metadata_update = supported
 
     def build(self, *_):
         return SimpleNamespace()
@@ -150,15 +149,14 @@ class Builder:
         pass
 
 
-def counting(v2: bool, supported: bool = True):
+def counting(**options: bool):
     """A builder of a layer whose steps are counted."""
     from poss_lightning.serving.internals import count_steps
 
-    kind = type("Kind", (Builder,), {"supports_draft_decode_metadata_update": supported})
-    backend = type("Backend", (), {"get_builder_cls": lambda: kind, "get_name": lambda: "NAME"})
+    backend = type("Backend", (), {"get_builder_cls": lambda: Builder, "get_name": lambda: "NAME"})
     attention = SimpleNamespace(attn_backend=backend)
     count_steps(attention)
-    return attention.attn_backend.get_builder_cls()(v2)
+    return attention.attn_backend.get_builder_cls()(**options)
 
 
 def test_either_runner_counts_the_steps():
