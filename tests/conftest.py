@@ -85,11 +85,10 @@ def poss(tmp_path, monkeypatch) -> Poss:
 
 
 @pytest.fixture
-def convert(request, tiny_folder):
-    """`poss convert` for the target of a test, or for another `target`."""
-    own = request.getfixturevalue("deep_folder") if "deep" in request.fixturenames else tiny_folder
+def convert(deep_folder):
+    """`poss convert` for the deep target, or for another `target`."""
 
-    def run(*arguments: object, target: str | Path = own) -> None:
+    def run(*arguments: object, target: str | Path = deep_folder) -> None:
         cli.run("convert", [*map(str, arguments), "--target", str(target)])
 
     return run

@@ -19,17 +19,11 @@ from poss_lightning.training.start import inherited
 from tests.support.decoders import drawn
 from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
-from tests.support.unrolling import inputs, packed
-
-BLOCKS = [
-    pytest.param({}, id="one layer"),
-    pytest.param({"block_layers": 3, "window": 8}, id="a window"),
-    pytest.param({"block_layers": 2, "inner_layers": (1, 5), "mask_token": 3}, id="layers and a mask of its own"),
-]
+from tests.support.unrolling import BLOCKS, inputs, packed
 
 
-def block_draft(deep, depth=6, **config) -> Specialists:
-    draft = tiny_draft(deep, [depth], kind="block", **config)
+def block_draft(deep, depth=6, kind="block", **config) -> Specialists:
+    draft = tiny_draft(deep, [depth], kind=kind, **config)
     draft.init_head(deep.embed_head)
     return draft
 
@@ -48,9 +42,9 @@ def test_what_a_place_sees_is_the_drawing():
         assert seen.tolist() == [[mark == "x" for mark in marks]] * places
 
 
-@pytest.mark.parametrize("config", BLOCKS)
-def test_some_blocks_are_those_of_all(deep, config):
-    draft, rows = block_draft(deep, **config), packed([[7, 12, 9], [28]], 28)
+@pytest.mark.parametrize("allocation, config", BLOCKS)
+def test_some_blocks_are_those_of_all(deep, allocation, config):
+    draft, rows = block_draft(deep, *allocation, **config), packed([[7, 12, 9], [28]], 28)
     _, embedded, read = inputs(deep, 28, batch=2, draft=draft)
     begins = torch.rand(2, 28, generator=torch.Generator().manual_seed(0)) < 0.3
     some, every = draft(embedded, read, 6, rows, begins), draft(embedded, read, 6, rows)
@@ -60,10 +54,10 @@ def test_some_blocks_are_those_of_all(deep, config):
         assert begun.sum() > 0 and not some[k][~begun].any()
 
 
-@pytest.mark.parametrize("config", BLOCKS)
-def test_what_is_drafted_is_what_was_trained(deep, config):
+@pytest.mark.parametrize("allocation, config", BLOCKS)
+def test_what_is_drafted_is_what_was_trained(deep, allocation, config):
     """Two rows of different length, whose slots arrived in parts."""
-    draft, counts = block_draft(deep, **config), [12, 9]
+    draft, counts = block_draft(deep, *allocation, **config), [12, 9]
     tokens, embedded, read = inputs(deep, 12, batch=2, draft=draft)
     drafter = make_drafter(draft, deep.embed_head, 5, 4)
     drafter.start(2, 12)  # and no slot to spare

@@ -12,7 +12,7 @@ from tests.support import naive
 from tests.support.steps import Largest
 from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
-from tests.support.unrolling import KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
+from tests.support.unrolling import BLOCKS, KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
 
 
 def test_what_a_pass_sees_is_the_drawing():
@@ -30,10 +30,6 @@ def test_what_a_pass_sees_is_the_drawing():
 
 
 ENDS = [([1, 1, 1], {"kind": kind, "detach": own}) for kind in ("eagle2", "eagle3") for own in (True, False)]
-BLOCKS = [
-    pytest.param([6], {"kind": "block", "inner_layers": (1, 5), "mask_token": 3}, id="a block"),
-    pytest.param([6], {"kind": "block", "block_layers": 2, "window": 8}, id="a block with a window"),
-]
 
 
 @pytest.mark.parametrize("allocation, config", [*KINDS, *BLOCKS])

@@ -82,16 +82,8 @@ def test_what_engines_do_without_may_be_missing(deep, ids, change):
     assert same(part.state, whole.state) and part.config == whole.config
 
 
-@pytest.mark.parametrize(
-    ("ids", "layers"),
-    [
-        ({FUSED_BY: FUSED}, FUSED),
-        ({"eagle_config": {FUSED_BY: [1, 3, 4]}}, FUSED),
-        ({FUSED_BY: [2, 3, 6]}, [2, 3, 6]),
-        ({"eagle_config": {FUSED_BY: [2, 3, 6]}}, [3, 4, 7]),
-    ],
-    ids=str,
-)
-def test_layers_are_counted_as_engines_do(deep, ids, layers):
-    config = parse_published(CONFIG | {KEY: len(SOME)} | ids, eagle3(), LAYOUTS["eagle3"], [7], deep).config
+@pytest.mark.parametrize(("ids", "layers"), [([1, 3, 4], FUSED), ([2, 3, 6], [3, 4, 7])])
+def test_layers_are_counted_from_0_where_sglang_reads_them(deep, ids, layers):
+    given = CONFIG | {KEY: len(SOME), "eagle_config": {FUSED_BY: ids}}
+    config = parse_published(given, eagle3(), LAYOUTS["eagle3"], [7], deep).config
     assert [*config.layers] == layers and (config.inner_layers is None) == (layers == FUSED)

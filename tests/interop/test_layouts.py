@@ -54,9 +54,9 @@ def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
 
 
 @pytest.mark.parametrize(("powers_of_two", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_scale_goes_into_the_weights_to_the_bit(convert, target, tmp_path, powers_of_two, dtype):
+def test_a_scale_goes_into_the_weights_to_the_bit(convert, deep, tmp_path, powers_of_two, dtype):
     """Products of two numbers of 16 bits are exact in float32; rounded again, vLLM would draft other tokens."""
-    draft = tiny_draft(target, [6])
+    draft = tiny_draft(deep, [6])
     draft.scale.uniform_(0.5, 6)
     if powers_of_two:
         draft.scale.copy_(2.0 ** draft.scale.round())

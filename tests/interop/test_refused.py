@@ -1,6 +1,5 @@
 """What is refused, in one line that names it, and nothing is left: wrong files, damaged folders, wrong arguments."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +28,9 @@ def write(folder: Path, name: str, target: Target, kind: str = "safetensors", **
         "dflash": lambda: (dflash(target), CONFIG | STATED),
     }[name]()
     of_tensors = {key: value for key, value in changes.items() if "." in key or key in ("d2t", "t2d")}
-    put(folder, {key: tensor for key, tensor in (tensors | of_tensors).items() if tensor is not None}, kind)
-    stated = config | {key: value for key, value in changes.items() if key not in of_tensors}
-    (folder / "config.json").write_text(json.dumps(stated))
-    return folder
+    of_config = {key: value for key, value in changes.items() if key not in of_tensors}
+    kept = {key: tensor for key, tensor in (tensors | of_tensors).items() if tensor is not None}
+    return put(folder, kept, kind, config, **of_config)
 
 
 UP = "layers.1.mlp.up_proj.weight"
@@ -93,9 +91,9 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
         ("bin", "*.bin", partial(torch.save, [1, 2]), "pytorch_model.bin is not a table of names and tensors"),
     ],
 )
-def test_a_folder_that_is_damaged_is_refused(convert, target, tmp_path, monkeypatch, kind, file, damage, words):
+def test_a_folder_that_is_damaged_is_refused(convert, deep, tmp_path, monkeypatch, kind, file, damage, words):
     monkeypatch.chdir(tmp_path)  # code in a file would leave a file here
-    theirs = write(tmp_path / "theirs", "poss", target, kind)
+    theirs = write(tmp_path / "theirs", "poss", deep, kind)
     damage(next(theirs.glob(file)))
     refused(convert, tmp_path, words, theirs, "out", "--input_format", "poss", "--allocation", [2, 2, 2])
 

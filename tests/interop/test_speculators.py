@@ -53,9 +53,8 @@ def layer(**changes: object) -> dict:
 
 def write(folder: Path, target: Target, changes: dict) -> Path:
     """A folder as speculators writes it, with changes of its config."""
-    put(folder, eagle3(layers=("layers.0",)) | {"embed_tokens.weight": target.embed_head.embedding.half()})
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
-    return folder
+    embedding = {"embed_tokens.weight": target.embed_head.embedding.half()}
+    return put(folder, eagle3(layers=("layers.0",)) | embedding, base=CONFIG, **changes)
 
 
 def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, deep_folder, capsys):

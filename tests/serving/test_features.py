@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
@@ -13,7 +14,7 @@ from poss_lightning.demo import CORPUS
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
-from poss_lightning.serving.features import EngineReader, final_norm, read_states
+from poss_lightning.serving.features import EngineReader, final_norm
 from poss_lightning.target.model import Target
 from tests.support.engines import NaiveEngine
 from tests.support.families import FAMILIES, SIZE
@@ -30,12 +31,12 @@ def engine_reader(target: Target, layers: tuple[int, ...], *, folder: Path, mode
 
 @pytest.mark.parametrize("name", ["gemma2", "phi3, longrope"])
 def test_features_and_layers_are_those_of_the_target(tmp_path, name):
-    """The final norm of each family is found; layers come in the order asked for, one of them twice."""
+    """The final norm of each family is found, a locked file waited for; layers come as asked for, one of them twice."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(name.split(",")[0], **SIZE | FAMILIES[name])
     target = Target(AutoModelForCausalLM.from_config(config), tiny_tokenizer(), name)
     layers = (2, 1, 2)
-    theirs = engine_reader(target, layers, folder=tmp_path).read(TEXTS)
+    theirs = engine_reader(target, layers, folder=tmp_path, seconds=0.1).read(TEXTS)
     ours = TargetReader(target, layers).read(TEXTS)
     for their, our in zip(theirs, ours, strict=True):
         torch.testing.assert_close(their, our, rtol=1e-4, atol=1e-4)
@@ -63,9 +64,10 @@ def test_the_store_is_that_of_the_target(tmp_path, dtype, stored):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda file: file | {"hidden_states": file["hidden_states"].half()}, "they must be .* of torch.float32"),
-        (lambda file: file | {"token_ids": file["token_ids"].flip(0)}, "gave the states of a different text"),
-        (lambda file: {"token_ids": file["token_ids"]}, "left no complete file of states at .*hidden_states"),
+        (lambda file: save(file | {"hidden_states": file["hidden_states"].half()}), "they must be .* of torch.float32"),
+        (lambda file: save(file | {"token_ids": file["token_ids"].flip(0)}), "gave the states of a different text"),
+        (lambda file: save({"token_ids": file["token_ids"]}), "left no complete file of states at .*hidden_states"),
+        (lambda file: save(file)[:-1], "left no complete file of states at .*incomplete"),
         (lambda file: None, "left no complete file of states at .*its log says why"),
     ],
 )
@@ -73,24 +75,12 @@ def test_what_is_not_the_states_of_the_text_is_refused(target, tmp_path, change,
     """The probe passes; no store is finished."""
 
     def later(content):
-        return content if len(content["token_ids"]) == 24 else change(content)
+        return save(content) if len(content["token_ids"]) == 24 else change(content)
 
     with pytest.raises(ValueError, match=words) as error:
-        reader = partial(engine_reader, folder=tmp_path, change=later)
+        reader = partial(engine_reader, folder=tmp_path, made=later)
         write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=(1,), reader=reader)
     assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
-
-
-def test_a_torn_file_is_refused(tmp_path):
-    (tmp_path / "torn").write_bytes(b"{")
-    (tmp_path / "torn.lock").touch()
-    with pytest.raises(ValueError, match=r"left no complete file of states at .*torn"):
-        read_states(str(tmp_path / "torn"), [5, 7], (1, 32), torch.float32)
-
-
-def test_a_file_is_waited_for_until_its_lock_is_free(target, tmp_path):
-    reader = engine_reader(target, (1,), folder=tmp_path, seconds=0.1)
-    torch.testing.assert_close(reader.read([[5, 7]]).features, TargetReader(target, ()).read([[5, 7]]).features)
 
 
 def test_an_engine_with_a_different_model_or_numbering_is_refused(target, tmp_path):

@@ -68,9 +68,7 @@ CASES = {  # the first ones do without the plugin
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A tiny target of sizes that vLLM's attention takes."""
-    folder = tmp_path_factory.mktemp("target")
-    write_target(folder, **SIZES)
-    return folder
+    return Path(write_target(tmp_path_factory.mktemp("target"), **SIZES))
 
 
 @pytest.fixture(scope="module")
@@ -106,16 +104,10 @@ def test_served_rounds_are_ours(name, target, folder, plain, tmp_path):
     ours = draft_here(target, draft, PROMPTS, LIMIT, case.depth)
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
     assert served == ours
+    if case.output_format == "speculators":  # its name is enough: it says which target, and how many tokens to draft
+        assert serve(tmp_path / "served", PROMPTS, LIMIT) == ours
     lengths = [count for answer in served for count in answer.accepted]
     assert len(set(lengths)) > min(case.depth, 2)  # if all rounds were alike, the law would say little
-
-
-def test_a_folder_of_speculators_is_served_by_its_name_alone(target, folder, tmp_path):
-    """It says which target, and how many tokens to draft."""
-    draft = make_draft(Case([6], {"kind": "eagle3"}), target)
-    draft.save_pretrained(tmp_path / "ours")
-    convert(str(tmp_path / "ours"), str(tmp_path / "served"), output_format="speculators", target=str(folder))
-    assert serve(tmp_path / "served", PROMPTS, LIMIT) == draft_here(target, draft, PROMPTS, LIMIT, 6)
 
 
 @pytest.mark.parametrize("name", ["embedded-hass", "embedded-poss2"])
@@ -143,10 +135,9 @@ def test_an_unknown_version_is_refused_in_one_line(monkeypatch):
 class Builder:
     """What both model runners ask of a builder of attention metadata."""
 
-    supports_draft_decode_metadata_update = True
-
-    def __init__(self, v2: bool):
+    def __init__(self, v2: bool, supported: bool = True):
         self.vllm_config = SimpleNamespace(use_v2_model_runner=v2)
+        self.supports_draft_decode_metadata_update = supported
 
     def build(self, *_):
         return SimpleNamespace()
@@ -158,15 +149,14 @@ class Builder:
         pass
 
 
-def counting(v2: bool, supported: bool = True):
+def counting(**options: bool):
     """A builder of a layer whose steps are counted."""
     from poss_lightning.serving.internals import count_steps
 
-    kind = type("Kind", (Builder,), {"supports_draft_decode_metadata_update": supported})
-    backend = type("Backend", (), {"get_builder_cls": lambda: kind, "get_name": lambda: "NAME"})
+    backend = type("Backend", (), {"get_builder_cls": lambda: Builder, "get_name": lambda: "NAME"})
     attention = SimpleNamespace(attn_backend=backend)
     count_steps(attention)
-    return attention.attn_backend.get_builder_cls()(v2)
+    return attention.attn_backend.get_builder_cls()(**options)
 
 
 def test_either_runner_counts_the_steps():

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from poss_lightning.target.model import Target
 
@@ -23,7 +23,7 @@ class NaiveEngine:
     target: Target  # that is read, text by text
     folder: Path  # for the files
     written: tuple[int, ...]  # layers, counted from 1
-    change: Callable[[Content], Content | None] = lambda content: content  # of what is written; None for nothing
+    made: Callable[[Content], bytes | None] = save  # a file, or None
     seconds: float = 0  # that a file takes, with its lock held
     count: int = 0
 
@@ -33,7 +33,7 @@ class NaiveEngine:
     def start(self, text: list[int]) -> str:
         self.count += 1
         file = str(self.folder / f"{self.count}.safetensors")
-        content = self.change({"hidden_states": self.states(text), "token_ids": torch.tensor(text)})
+        content = self.made({"hidden_states": self.states(text), "token_ids": torch.tensor(text)})
         lock = os.open(f"{file}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         Thread(target=self.write, args=(file, content, lock)).start()
@@ -50,8 +50,8 @@ class NaiveEngine:
             hook.remove()
         return torch.stack([caught[number - 1] for number in self.written], dim=1)
 
-    def write(self, file: str, content: Content | None, lock: int) -> None:
+    def write(self, file: str, content: bytes | None, lock: int) -> None:
         time.sleep(self.seconds)
         if content is not None:
-            save_file({name: tensor.contiguous() for name, tensor in content.items()}, file)
+            Path(file).write_bytes(content)
         os.close(lock)

@@ -36,8 +36,8 @@ CONFIG = SIZE | {  # keys of SafeAILab/EAGLE, eagle/train/EAGLE-LLaMA3-Instruct-
 }
 
 
-def put(folder: Path, tensors: dict[str, Tensor], kind: str = "safetensors", **config) -> Path:
-    """A folder as it is published: "safetensors" or "bin", in one file or in "shards"."""
+def put(folder: Path, tensors: dict[str, Tensor], kind: str = "safetensors", base: dict = CONFIG, **config) -> Path:
+    """A folder as it is published: "safetensors" or "bin", in one file or in "shards"; with changes of its config."""
     folder.mkdir(parents=True, exist_ok=True)
     if "shards" in kind:
         save_torch_state_dict(tensors, folder, max_shard_size=20_000, safe_serialization="safetensors" in kind)
@@ -46,7 +46,7 @@ def put(folder: Path, tensors: dict[str, Tensor], kind: str = "safetensors", **c
         save_file(tensors, folder / "model.safetensors")
     else:
         torch.save(tensors, folder / "pytorch_model.bin")
-    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    (folder / "config.json").write_text(json.dumps(base | config))
     return folder
 
 

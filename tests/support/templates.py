@@ -1,4 +1,4 @@
-"""Chat templates of nine families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
+"""Chat templates of eight families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
 
 from tests.support.tiny import CHATML
 
@@ -23,11 +23,6 @@ MISTRAL = (
     "[INST]{{ message['content'] }}[/INST]{% elif message['role'] == 'assistant' %}"
     "{{ message['content'] }}{{ eos_token }}"
     "{% else %}{{ raise_exception('System role not supported') }}{% endif %}{% endfor %}"
-)
-VICUNA = (
-    "{{ bos_token }}A chat. {% for message in messages %}{% if message.role == 'user' %}{{ 'USER: ' + message.content "
-    "+ ' ' }}{% elif message.role == 'assistant' %}{{ 'ASSISTANT: ' + message.content + eos_token }}{% else %}"
-    "{{ message.content + ' ' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
 )
 QWEN3 = (  # thoughts of the last answer only, an empty one where it has none; tools
     "{%- set ns = namespace(last=-1) %}{%- if tools %}{{- '<tools>' + tools | tojson + '</tools>' }}{%- endif %}"
@@ -73,6 +68,6 @@ HARMONY = (  # as gpt-oss: channels, and another end where the chat continues
 )
 DATED = "Today is {{ strftime_now('%d %b %Y') }}\n" + CHATML  # as Llama-3.3
 FAMILIES = {
-    "chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL, "vicuna": VICUNA,
+    "chatml": CHATML, "llama-3": LLAMA_3, "llama-2": LLAMA_2, "mistral": MISTRAL,
     "qwen3": QWEN3, "deepseek-r1": R1, "qwen3-thinking": QWEN3_THINKING, "gpt-oss": HARMONY, "llama-3.3": DATED,
 }  # fmt: skip

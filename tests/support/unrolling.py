@@ -29,6 +29,10 @@ KINDS = [
     pytest.param([1, 3, 2], {"kind": "eagle3", "norm_before_residual": True}, id="a normed residual"),
     pytest.param([3, 3], {"kind": "eagle3", "norm_before_fc": True, "rope_scaling": LLAMA3}, id="Llama 3.1's angles"),
 ]
+BLOCKS = [
+    pytest.param([6], {"kind": "block", "inner_layers": (1, 5), "mask_token": 3}, id="a block"),
+    pytest.param([6], {"kind": "block", "block_layers": 2, "window": 8}, id="a block with a window"),
+]
 
 HEAD = ("norm.weight", "lm_head.weight")  # of an own head, which the unroll does not ask
 

@@ -13,7 +13,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.target.chat import Chat, Rendered
 from poss_lightning.target.spelling import GUARD
 from poss_lightning.target.template import thinking
-from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1, VICUNA
+from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1
 from tests.support.templates import QWEN3_THINKING as THINKING
 from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
@@ -64,7 +64,7 @@ def sentencepiece(prefix: str) -> PreTrainedTokenizerFast:
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = [*map(chr, range(33, 127)), "▁"]
     trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=special, initial_alphabet=letters, show_progress=False)
-    tokenizer.train_from_iterator(["▁USER:▁Which▁river▁is▁longest?▁ASSISTANT:▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
+    tokenizer.train_from_iterator(["▁[INST]▁Which▁river▁is▁longest?▁[/INST]▁The▁Nile,▁by▁most▁counts."] * 3, trainer)
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -117,22 +117,6 @@ def test_tokens_are_the_tokenizers_own_where_nothing_merges_across(template, mak
     assert render(Chat(tokenizer), messages).tokens == tokenizer.apply_chat_template(messages)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("template", "answers", "expected"),
-    [
-        *((chatml, ANSWERS, [answer + "<|im_end|>" for answer in ANSWERS]) for chatml in CHATMLS),
-        (LLAMA_3, ["four", "four"], ["four<|im_end|>"] * 2),
-        (LLAMA_2, ["four", "four"], [" four <|im_end|>"] * 2),
-        (MISTRAL, ["four", "four"], ["four<|im_end|>"] * 2),
-        (NO_STOP, ["four", "a b "], ["four", "a b "]),
-        (CHATML, ["four<|im_end|>", "five<|im_end|><|im_end|>\n"], ["four<|im_end|>", "five<|im_end|>"]),
-    ],
-)
-def test_a_span_has_the_white_space_and_the_end_that_the_template_writes(template, answers, expected):
-    """Whatever a marker says."""
-    assert words(Chat(tiny_tokenizer(template)), chat_of(answers)) == expected
-
-
 def test_an_answer_that_history_rewrites_ends_a_text_of_its_own():
     messages = chat_of(["<think>hm</think>four", "plain", "<think>oh</think>five"])
     chat = Chat(tiny_tokenizer(REASONING))
@@ -182,6 +166,7 @@ ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
 KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
 OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
+FINAL = "<|channel|>final<|message|>Yes.<|im_end|>"  # of HARMONY
 TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS)
 
 
@@ -192,10 +177,15 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
+        *((chatml, assistant(answer), answer + "<|im_end|>") for chatml in CHATMLS for answer in ANSWERS),
+        (CHATML, assistant("five<|im_end|><|im_end|>\n"), "five<|im_end|>"),
+        (LLAMA_2, assistant("four"), " four <|im_end|>"),
+        *((template, assistant("four"), "four<|im_end|>") for template in (LLAMA_3, MISTRAL)),
+        (NO_STOP, assistant("a b "), "a b "),
         (QWEN3, thinks("Yes.", "Two."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
         (QWEN3, assistant("<think>\nTwo.\n</think>\n\nYes."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
         (QWEN3, assistant("Yes."), "Yes.<|im_end|>"),  # nobody wrote the empty thought before it
-        (QWEN3, CALLS, "\n<tool_call>\n"),
+        (QWEN3, CALLS, f"\n<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call><|im_end|>"),
         (THINKING, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
         (THINKING, assistant("Yes."), "Yes.<|im_end|>"),
         (R1, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
@@ -214,15 +204,15 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (GLM, CALLS, 'weather{"city": "Oslo"}'),
         (GLM.replace("name + c", "name ~ c"), CALLS, 'weather{"city": "Oslo"}'),  # would print a dictionary
         (GLM_THINKS, thinks("42", "It is 42, surely."), "<think>It is 42, surely.</think>42"),
-        (HARMONY, assistant("Yes."), "<|channel|>final<|message|>Yes.<|im_end|>"),
-        (HARMONY, thinks("Yes.", "Two."), "<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant<|channel|>"),
-        (LLAMA_3, CALLS, '{"name": "weather", "arguments": {"city": "Oslo"}}<|im_end|>'),
+        (HARMONY, assistant("Yes."), FINAL),
+        (HARMONY, thinks("Yes.", "Two."), f"<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant{FINAL}"),
+        (LLAMA_3, CALLS, json.dumps(CALL["function"]) + "<|im_end|>"),
     ],
 )
-def test_what_an_assistant_wrote_of_thoughts_and_calls(template, answer, expected):
+def test_a_span_is_what_the_assistant_wrote_and_the_end_that_the_template_writes(template, answer, expected):
     chat, messages = Chat(tiny_tokenizer(template)), [user("Prime?"), answer]
     [found] = words(chat, messages)
-    assert found.startswith(expected) and ("finish_reason" not in answer or found == expected)
+    assert found == expected
     prompt = chat.prompt(messages[:1])
     assert render(chat, messages).tokens[: len(prompt)] == prompt
 
@@ -251,12 +241,8 @@ def test_what_a_template_refuses_or_leaves_out_is_refused(template, messages, gi
 
 
 def test_an_answer_out_of_the_loss_need_not_be_told_from_its_prompt():
-    chat, good = Chat(tiny_tokenizer(R1)), assistant("<think>\nTwo.\n</think>\n\nNo.")
-    messages = [user("Prime?"), assistant("Yes."), user("Even?"), good]
-    with pytest.raises(ValueError, match="message 1"):
-        chat.texts(messages)
-    messages[1]["weight"] = 0
-    assert words(chat, messages) == ["Two.\n</think>\n\nNo.<|im_end|>"]
+    messages = [user("Prime?"), assistant("Yes.") | {"weight": 0}, user("Even?"), assistant("Two.\n</think>\n\nNo.")]
+    assert words(Chat(tiny_tokenizer(R1)), messages) == ["Two.\n</think>\n\nNo.<|im_end|>"]
 
 
 def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
@@ -384,7 +370,11 @@ def controls(tokens: list[int]) -> int:
 
 @pytest.mark.parametrize("place", range(5))
 def test_what_is_written_cannot_close_its_turn(place):
-    chat, bare = Chat(tiny_tokenizer()), [system("S"), *chat_of(["B", "D"])]
+    """Whatever truncation and padding was saved with the tokenizer."""
+    tokenizer, bare = tiny_tokenizer(), [system("S"), *chat_of(["B", "D"])]
+    tokenizer.backend_tokenizer.enable_truncation(12)
+    tokenizer.backend_tokenizer.enable_padding(length=400)
+    chat = Chat(tokenizer)
     forged = [*bare[:place], bare[place] | {"content": FORGED}, *bare[place + 1 :]]
     tokens = render(chat, forged).tokens
     assert controls(tokens) == controls(render(chat, bare).tokens)
@@ -420,22 +410,14 @@ def unigram() -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("prefix", ["normalizer", "first", "always", "none", "unigram"])
 def test_letters_of_special_tokens_are_spelled_without_new_blanks(prefix):
     tokenizer = unigram() if prefix == "unigram" else sentencepiece(prefix)
-    tokenizer.chat_template = VICUNA
+    tokenizer.chat_template = LLAMA_2
     chat, messages = Chat(tokenizer), [user(LETTERS), assistant("Use <s>x</s> so.")]
     prompt, [(start, end)] = chat.prompt(messages[:1]), render(chat, messages).spans
     plain = LETTERS.replace("<s>", "[s]").replace("</s>", "[/s]")
     twin = tokenizer.decode(chat.prompt([user(plain)])).replace("[s]", "<s>").replace("[/s]", "</s>")
     assert tokenizer.decode(prompt) == twin
     assert sum(token in tokenizer.all_special_ids for token in prompt) == 1, "the template's own"
-    assert tokenizer.decode(render(chat, messages).tokens[start:end]).strip() == "Use <s>x</s> so.</s>"
-
-
-def test_truncation_and_padding_of_a_saved_tokenizer_are_ignored():
-    tokenizer, messages = tiny_tokenizer(), [user(FORGED), assistant(FORGED)]
-    plain = render(Chat(tokenizer), messages)
-    tokenizer.backend_tokenizer.enable_truncation(12)
-    tokenizer.backend_tokenizer.enable_padding(length=400)
-    assert render(Chat(tokenizer), messages) == plain
+    assert tokenizer.decode(render(chat, messages).tokens[start:end]).strip() == "Use <s>x</s> so. </s>"
 
 
 def test_tools_and_their_results_are_rendered_and_special_tokens_in_calls_and_thoughts_are_letters():

@@ -81,16 +81,6 @@ def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
     assert loop.generate([[5, 6]], 4, frozenset()) == said
 
 
-def test_cudnns_attention_is_off_once_a_target_moves_to_cuda(monkeypatch):
-    """It would plan anew for each length."""
-    asked, target = [], tiny_target()
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", asked.append)
-    for device, said in ("cpu", []), ("cuda", [False]):
-        monkeypatch.setattr(Target, "device", torch.device(device))
-        target.move("cpu")
-        assert asked == said
-
-
 def test_a_full_cache_says_so(target):
     cache = target.new_cache(1, 4)
     with pytest.raises(ValueError, match="4 slots per row, and 5 are needed"):
