@@ -68,14 +68,6 @@ def test_invalid_weights_are_refused():
             pass_losses(*given, head, draft_head=head.clone(), weights=weights)
 
 
-def doubled(problem, own: bool):
-    """Predictions in float64, a head of the draft's own after them if it has one, and the rest."""
-    predictions, features, counts, head = problem
-    heads = [torch.randn(head.shape, generator=torch.Generator().manual_seed(1))] if own else []
-    wide = [x.detach().double().requires_grad_() for x in (*predictions, *heads)]
-    return wide, features.double(), counts, head.double()
-
-
 TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
 
 
@@ -93,8 +85,11 @@ TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
 @pytest.mark.parametrize("weigh", [None, dpace], ids=["alike", "dpace"])
 def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between, weigh):
-    wide, features, counts, head = doubled(problem(), own)
-    given, between = (wide[:3], features, counts, head), between | {"draft_head": wide[3] if own else None}
+    """And the rows that are said to be the draft's most likely are."""
+    predictions, features, counts, head = problem()
+    heads = [torch.randn(head.shape, generator=torch.Generator().manual_seed(1))] if own else []
+    wide, head = [x.detach().double().requires_grad_() for x in (*predictions, *heads)], head.double()
+    given, between = (wide[:3], features.double(), counts, head), between | {"draft_head": wide[3] if own else None}
     by, near = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), 1e-6 if weigh else 1e-10  # chances are in float32
     ours = pass_losses(*given, weights=weights, **between, pass_weights=by, chunk=chunk, slot_weights=weigh)
     slot_weights = naive.dpace(*given, **between) if weigh else None
@@ -104,6 +99,8 @@ def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own,
     for a, b in zip(*(torch.autograd.grad(loss, wide) for loss in (ours.total, (twin * by).sum())), strict=True):
         torch.testing.assert_close(a, b, rtol=near, atol=near)
     assert ours.slots.tolist() == [int((counts >= k).sum()) for k in (1, 2, 3)]
+    likeliest = (torch.stack(wide[:3]) @ (wide[3] if own else head).T).argmax(-1)
+    assert torch.equal(ours.top_rows, likeliest.where(counts > 0, -1))
 
 
 @pytest.mark.parametrize("apart", [8, 16, 24, 60])
@@ -143,18 +140,6 @@ def test_no_tensor_of_slots_times_vocabulary_outlives_its_chunk():
         losses.total.backward()
     passes, slots = len(predictions), int((counts > 0).sum())
     assert watch.largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_top_rows_are_the_draft_s_most_likely(own):
-    predictions, features, counts, head = problem()
-    draft_head = torch.randn(head.shape, generator=torch.Generator().manual_seed(1)) if own else head
-    options = {"weights": {"token": 1.0}, "draft_head": draft_head} if own else {}
-    top_rows = pass_losses(predictions, features, counts, head, **options).top_rows
-    for k, prediction in enumerate(predictions):
-        expected = (prediction @ draft_head.T).argmax(-1)
-        assert torch.equal(top_rows[k][counts > 0], expected[counts > 0])
-        assert (top_rows[k][counts == 0] == -1).all()
 
 
 def test_no_slot_counts():

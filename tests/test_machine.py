@@ -42,6 +42,7 @@ def test_this_machine_is_measured_and_the_choice_logged_once(caplog):
     [
         ("cpu", None, 0.4, "bfloat16", "bf16-mixed"),
         ("cpu", None, 4.3, "float32", "32-true"),
+        ("mps", None, 0.4, "bfloat16", "32-true"),
         ("cuda", (9, 0), None, "bfloat16", "bf16-mixed"),
         ("cuda", (7, 5), None, "float16", "32-true"),
         ("cuda", (6, 1), None, "float32", "32-true"),
@@ -50,17 +51,13 @@ def test_this_machine_is_measured_and_the_choice_logged_once(caplog):
 def test_a_cpu_computes_in_what_it_multiplies_faster_and_a_gpu_in_what_it_reports(
     monkeypatch, cuda, device, capability, ratio, dtype, precision
 ):
+    """Apple's GPU comes before the CPU, and trains in float32."""
     monkeypatch.setattr(machine, "bfloat16_over_float32", lambda device: ratio)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
     cuda(capability)
     assert machine.choose_device() == device and machine.choose_dtype("auto", device) == dtype
     assert machine.choose_precision("auto") == precision
     assert machine.choose_precision("gpu") == (precision if capability else "32-true")  # Lightning reports that none is
-
-
-def test_apple_s_gpu_comes_before_the_cpu_and_trains_in_float32(monkeypatch, cuda):
-    cuda(None)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    assert machine.choose_device() == "mps" and machine.choose_precision("auto") == "32-true"
 
 
 def test_a_device_without_bfloat16_computes_in_float32(monkeypatch):
@@ -98,19 +95,18 @@ def test_what_a_gpu_s_kernels_are_compiled_with_is_named_if_it_is_missing(monkey
     monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    (tmp_path / "Python.h").touch()
+    header = tmp_path / "Python.h"
+    header.touch()
     monkeypatch.delenv("CC", raising=False)
     machine.check_kernel_tools()
     monkeypatch.setenv("CC", "mycc")
     machine.check_kernel_tools()
-
-    def refuses(words: str) -> None:
+    header.unlink()
+    for gone, words in (
+        ("clang", r"needs Python's header .*Python\.h: apt-get install python3-dev"),
+        ("mycc", "needs a C compiler, here mycc: apt-get install gcc, or set CC"),
+        ("triton", "needs the package triton; it comes with torch for CUDA: pip install torch"),
+    ):
+        there.remove(gone)
         with pytest.raises(ValueError, match=words):
             machine.check_kernel_tools()
-
-    (tmp_path / "Python.h").unlink()
-    refuses(r"needs Python's header .*Python\.h: apt-get install python3-dev")
-    monkeypatch.setenv("CC", "gcc-99")
-    refuses("needs a C compiler, here gcc-99: apt-get install gcc, or set CC")
-    there.clear()
-    refuses("needs the package triton; it comes with torch for CUDA: pip install torch")

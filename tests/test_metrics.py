@@ -1,14 +1,11 @@
-"""Sums and counts compared with loops over samples, over batches, and over two ranks."""
+"""Sums and counts compared with loops over samples, over batches, and over processes."""
 
 import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from poss_lightning.machine import SUMS
 from poss_lightning.metrics import BINS, FeatureDrift, PassMeans, PositionAcceptance, UnrollAcceptance
-from tests.support.processes import forked
 
 
 @pytest.mark.parametrize("most", [6, 3, 0])  # beyond it no round reached a position
@@ -79,23 +76,10 @@ def test_drift_against_a_loop():
         assert drift.compute()["histogram"][k].tolist() == bins
 
 
-ROUNDS = torch.tensor([0, 3, 1, 6, 6, 2, 0])
-
-
-def a_share(folder) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    positions, means = PositionAcceptance(6), PassMeans(1, 2)
-    positions.update(ROUNDS.split([5, 2])[rank])
-    means.update(torch.tensor([[1.0, 4.0]]) * (rank + 1), torch.tensor([1, 2]) * (2 * rank + 1))
-    torch.save((positions.compute(), means.compute()), folder / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_two_ranks_count_as_one(tmp_path):
-    forked(2, a_share, tmp_path)
-    whole = PositionAcceptance(6)
-    whole.update(ROUNDS)
-    expected = whole.compute(), torch.tensor([[3 / 4, 12 / 8]], dtype=SUMS)
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected)
+def test_states_of_processes_are_summed():
+    """Here another process has the same."""
+    for metric in (PositionAcceptance(3), PassMeans(2, 3), FeatureDrift(3)):
+        for state in metric.metric_state.values():
+            state.add_(1)
+        metric.sync(lambda state, group: [state, state], distributed_available=lambda: True)
+        assert all((state == 2).all() for state in metric.metric_state.values())

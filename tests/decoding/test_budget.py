@@ -59,12 +59,12 @@ def budget_of(kind: type[AutoBudget], draft=1.0, slope=0.2, **options) -> AutoBu
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_size_is_the_best_of_all(seed):
-    """Tokens less what their seconds would bring elsewhere, tried for every size, for a batch of three."""
+    """Tokens less what their seconds would bring elsewhere, tried for every size, for three rows; one is finished."""
     torch.manual_seed(seed)
     budget = budget_of(PerRound, slope=0.5)
-    budget.begin([0, 1, 2])
-    scores = torch.cat([torch.zeros(3, 1), -3 * torch.rand(3, 20)], dim=1)
-    chances = budget.calibration.chance(scores[:, 1:])
+    budget.begin([0, 1, 3])
+    scores = torch.cat([torch.zeros(4, 1), -3 * torch.rand(4, 20)], dim=1)
+    chances = budget.calibration.chance(scores[budget.active, 1:])
 
     def worth(n: int) -> float:
         gained = sum(sum(sorted(row, reverse=True)[: n - 1]) for row in chances.tolist())
@@ -213,10 +213,7 @@ def test_it_says_why_it_gave_up_drafting(kind):
 
 
 def test_rows_that_are_finished_do_not_count():
-    unlikely, likely = torch.full((1, 3), -5.0), torch.full((1, 3), -0.1)
-    budget = budget_of(PerRound, draft=5.0)
-    for active, other in ((1, unlikely), (1, likely), (0, likely)):
+    budget, scores = budget_of(PerRound, draft=5.0), torch.tensor([-0.1, -5.0])[:, None].expand(2, 3)
+    for active in (0, 1):
         budget.begin([active])
-        scores = torch.cat([other, unlikely])
-        assert budget.go_deeper(1, scores) == (active == 0)
-        assert (budget.node_count(scores) > 1) == (active == 0)
+        assert budget.go_deeper(1, scores) == (budget.node_count(scores) > 1) == (active == 0)

@@ -21,12 +21,12 @@ from poss_lightning.evaluation.stored import find_answers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 from tests.evaluation.test_replay import read
+from tests.support.decoders import PROMPTS, drawn
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
 from tests.support.pretended_graphs import replace_cuda
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
-PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 DRAWN = Sampling(0.8, top_k=50, top_p=0.9)
 PENALISED = Sampling(0.5, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
 LAYERS = {"eagle2": 2, "eagle3": 4, "block": 4}
@@ -65,9 +65,7 @@ def with_graphs(decoder):
 
 
 def tokens_of(decoder, sampling=GREEDY, prompts=PROMPTS, limit=5, seed=3, stops=(1,), watch=None):
-    draws = torch.Generator().manual_seed(seed)
-    decoded = decoder.decode(prompts, limit, frozenset(stops), sampling, draws, watch)
-    return [one.tokens for one in decoded]
+    return drawn(decoder, sampling, seed, prompts, limit, frozenset(stops), watch)
 
 
 def answers(kind: str, *arguments, **options) -> list[list[int]]:

@@ -102,16 +102,6 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
         assert found == pytest.approx(best, abs=1e-4)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=20, repetition_penalty=1.2)], ids=str)
-@pytest.mark.parametrize("tree", [(6, 60, 10), (6, 7, 1), (3, 20, 5)], ids=str)
-def test_it_changes_no_token(deep, tree, sampling):
-    """In a batch and alone, with lookups, and with trees sized round by round or once."""
-    expected = drawn(Autoregressive(deep), sampling, 0, limit=24)
-    draft = block_draft(deep, block_layers=2)
-    assert drawn(Speculative(deep, draft, *tree), sampling, 0, limit=24) == expected
-    assert drawn(Speculative(deep, draft, *tree, tree="auto", lookup=4), sampling, 0, limit=24) == expected
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
 def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypatch, sampling):
     """And no tree is deeper than the plan, by which noise, ancestors and verdict are sized."""

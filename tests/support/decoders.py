@@ -4,17 +4,19 @@ from itertools import count
 
 import torch
 
+from poss_lightning.sampling import GREEDY
+
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 STOPS = frozenset({1})
 
 
 def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):
-    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops)]
+    return drawn(decoder, GREEDY, 0, prompts, limit, stops)
 
 
-def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS):
+def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS, watch=None):
     generator = torch.Generator().manual_seed(seed)
-    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator)]
+    return [decoded.tokens for decoded in decoder.decode(prompts, limit, stops, sampling, generator, watch)]
 
 
 def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
