@@ -231,6 +231,7 @@ UNUSABLE = [
     ("x.json", json.dumps(CHAT, indent=1) + "\n{", "x.json is not JSON: Expecting .*: line 14"),
     ("x.json", json.dumps([CHAT, {}]), "1 of 2 malformed\n  record 2: neither"),
     ("x.jsonl", lines(CHAT).encode() + b"\xff", r"line 2: not UTF-8 text .*: save the file as UTF-8"),
+    ("x.jsonl", '{"id"\n' + lines(CHAT), "1 of 2 malformed\n  line 1: not JSON"),
     ("x.jsonl", b"PK\x03\x04", "x.jsonl is a zip archive: unpack it"),
     ("x.jsonl.gz", ZIPPED[:-12], "x.jsonl.gz cannot be read to its end"),
     ("x.jsonl.gz", ZIPPED[:20] + b"!" * 40, "x.jsonl.gz cannot be read to its end"),
