@@ -240,16 +240,16 @@ class Speculative(Decoder):
         if self.tree == "auto":
             batch, device, kind = len(self.active.prompts), self.target.device, sampling.steps
             doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
-            key = batch, doublings, kind
             known = [each for rows, each, how in self.measured if (rows, how) == (batch, kind) and each <= doublings]
-            doubted = doublings in known and self.why_plain is not None and key not in self.confirmed
+            key, used = (batch, doublings, kind), self.budgets.get((batch, sampling))
+            doubted = begins and used and key in self.measured and key not in self.confirmed and used.why_plain()
             if begins and (doublings not in known or doubted):
                 with clock.excluded("measure"):
                     costs = self._measure()
                 if doubted:  # what else was running may have taken the time, so the draft gets another chance
                     costs = costs.least(self.measured[key])
                     self.confirmed.add(key)
-                    self.budgets.pop((batch, sampling), None)
+                    del self.budgets[batch, sampling]
                 self.measured[key] = costs
                 known.append(doublings)
             if not known:  # some rows were dropped, and so few were never measured
