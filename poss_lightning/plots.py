@@ -8,6 +8,7 @@ import html
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping
 from itertools import cycle
@@ -23,7 +24,8 @@ COLOURS = ("#2f6fd0", "#d2691e", "#1f9d6b", "#b04fb0", "#a08400", "#1692a8", "#d
 LARGER, SMALLER = "#1f9d6b", "#d0465d"  # of effects
 DASHES = ("-", "--", ":", "-.")  # from the ninth series on, colours repeat, dashed
 MARKED = 12  # points that a curve marks, with bars for intervals; a curve of more has a band
-SIZE = (4.4, 3.3)  # inches of a panel, readable on a phone
+SIZE = (4.4, 3.0)  # inches of a panel without its legend, readable on a phone
+LEGEND_LETTERS = 13  # of a legend's line, per inch
 STYLE: Any = {
     "font.size": 9,
     "text.parse_math": False,  # a $ in a name is a $
@@ -87,7 +89,7 @@ def curves(
             every[0].set_ylim(max(low, 0.0), min(high, 1.0))
         if len(names) > 1 or not any(panels):
             handles = {h.get_label(): h for axes in every for h in axes.get_lines()}
-            figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=4 * len(panels))
+            _legend(figure, handles)
     return figure
 
 
@@ -124,6 +126,18 @@ def to_svg(figure: Figure, label: str) -> str:
     _, box, inside = re.split(r'<svg[^>]*(viewBox="[^"]*")[^>]*>', drawn, maxsplit=1)
     start = f'<svg {box} role="img" aria-label="{html.escape(label)}">'
     return start + inside.replace(INK, "currentColor").strip()
+
+
+def _legend(figure: Figure, handles: Mapping[Any, Any]) -> None:
+    """Put a legend below the panels, in as many columns as fit, and make the figure higher by its rows."""
+    names = [textwrap.fill(str(name), int(LEGEND_LETTERS * figure.get_figwidth())) for name in handles]
+    for columns in range(len(names), 0, -1):
+        legend = figure.legend([*handles.values()], names, loc="outside lower center", ncols=columns)
+        box = legend.get_window_extent()
+        if box.width <= figure.bbox.width or columns == 1:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
 
 
 def _curve(axes: Axes, name: str, points: Mapping[float, Any], style: tuple[str, str], aside: float) -> None:

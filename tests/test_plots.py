@@ -25,6 +25,20 @@ def test_points_stand_at_their_values_and_axes_of_shares_within_0_and_1(values):
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["x", "y"]
 
 
+@pytest.mark.parametrize(
+    "name", ["HASS {}", "your specialists (PosS-2), 40 steps {}", "a name of more than one line {} " * 9]
+)
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_legend_lies_inside_its_figure_and_below_its_panels(name, count):
+    drawn = {name.format(*[i] * 9): {1: Value(0.5)} for i in range(count)}
+    for panels in ({"a": drawn}, {"a": drawn, "b": drawn}):
+        figure = plots.curves(panels, "position", "share")
+        figure.draw_without_rendering()
+        inside, box = figure.bbox, figure.legends[0].get_window_extent()
+        assert inside.x0 <= box.x0 < box.x1 <= inside.x1 and inside.y0 <= box.y0 < box.y1 <= inside.y1
+        assert all(box.y1 <= axes.get_tightbbox().y0 and axes.bbox.height > 150 for axes in figure.axes)
+
+
 @pytest.mark.parametrize(("count", "kind"), [(plots.MARKED, LineCollection), (plots.MARKED + 1, PolyCollection)])
 def test_few_points_have_bars_many_have_a_band_and_every_curve_looks_different(count, kind):
     points = {x: Value(x, x - 1, x + 1) for x in range(count)}

@@ -20,30 +20,23 @@ from poss_lightning.training.module import SpecialistTraining
 COLUMNS = ("val/tau_tree", "val/tau_chain", "val/loss")  # scalars in the table of runs, besides pos-acc in trees
 ARGUMENTS = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "mean_over")  # of the module
 KINDS = ("unroll", "chain", "tree")  # of pos-acc
+DRIFT = {"cosine (1 is none)": "val_drift_cosine", "relative L2 (0 is none)": "val_drift_l2"}
 
-CHARTS = {  # category, chart and tag; a tag that ends in / has a scalar for each depth, and their mean
+CHARTS = {  # category, chart and tag; a tag that ends in / has a chart for the first depth, the last, and the mean
     "τ: tokens per round": {
         "in trees (replayed)": "val/tau_tree",
         "in chains (replayed)": "val/tau_chain",
     },
-    "Loss, all depths together": {
-        "validation": "val/loss",
-        "training": "train/loss",
-    },
-    "Loss by depth: first, last, mean": {
+    "Loss": {
+        "validation, all depths": "val/loss",
+        "training, all depths": "train/loss",
         "validation": "val_loss/",
-        "training": "train_loss/",
-        "validation, features (smooth L1)": "val_feature_loss/",
-        "validation, tokens (cross-entropy)": "val_token_loss/",
-        "validation, ten most likely": "val_topk_loss/",
     },
-    "Acceptance by position: first, last, mean": {
+    "Acceptance by position": {
         "in trees (replayed)": "val_pos_acc_tree/",
-        "in chains (replayed)": "val_pos_acc_chain/",
-        "unrolled (teacher-forced), validation": "val_pos_acc_unroll/",
-        "unrolled (teacher-forced), training": "train_pos_acc_unroll/",
+        "unrolled (teacher-forced)": "val_pos_acc_unroll/",
     },
-    "Feature drift by depth: first, last, mean": {
+    "Feature drift by depth": {
         "cosine (1 is none)": "val_drift_cosine/",
         "relative L2 (0 is none)": "val_drift_l2/",
         "norm ratio (1 is none)": "val_drift_norm_ratio/",
@@ -94,8 +87,10 @@ class Dashboard(lightning.Callback):
         if trainer.global_step == 0:
             self.start = logged
             return
-        figure = draw_acceptance(logged, pl_module.eval_depth, trainer.global_step, self.start)
-        writer.add_figure("val_pos_acc/by_position", figure, trainer.global_step)
+        step, depth = trainer.global_step, pl_module.eval_depth
+        writer.add_figure("val_pos_acc/by_position", draw_acceptance(logged, depth, step, self.start), step)
+        if pl_module.val_metrics.drift is not None:
+            writer.add_figure("val_drift/by_depth", draw_drift(logged, depth, step, self.start), step)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if (writer := writer_of(trainer)) is not None:
@@ -105,14 +100,18 @@ class Dashboard(lightning.Callback):
 def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
     """Charts of TensorBoard's custom scalars: a regular expression each, matched from the beginning of a tag.
 
-    TensorBoard draws all lines of a run in one colour. So each chart shows one measurement at few depths, to compare
-    runs.
+    A chart shows one scalar, so that a line is a run: TensorBoard draws all lines of a run in one colour.
     """
-    few = rf"(depth_1|depth_{depth}|mean)$"
-    return {
-        category: {chart: ["Multiline", [tag + (few if tag.endswith("/") else "$")]] for chart, tag in charts.items()}
-        for category, charts in CHARTS.items()
-    }
+    layout = {}
+    for category, charts in CHARTS.items():
+        tags = {chart: tag for chart, tag in charts.items() if not tag.endswith("/")}
+        for chart, tag in charts.items():
+            if tag.endswith("/"):
+                tags |= {f"{chart}, depth {k}": f"{tag}depth_{k}" for k in (1, depth)} | {
+                    f"{chart}, mean": f"{tag}mean"
+                }
+        layout[category] = {chart: ["Multiline", [f"{tag}$"]] for chart, tag in tags.items()}
+    return layout
 
 
 def count_histograms(counts: Tensor) -> dict[int, dict]:
@@ -143,14 +142,29 @@ def draw_acceptance(logged: dict[str, float], depth: int, step: int, start: dict
     """Plot pos-acc by position from scalars by name: a curve per kind, and that of trees before the first step."""
     drawn = {}
     for name, kind, values in [(kind, kind, logged) for kind in KINDS] + [("tree at the start", "tree", start)]:
-        by_depth = {k: values.get(f"val_pos_acc_{kind}/depth_{k}") for k in range(1, depth + 1)}
         tau = values.get(f"val/tau_{kind}")
-        if shown := {k: plots.Value(value) for k, value in by_depth.items() if value is not None}:
-            drawn[name + (f", τ {tau:.2f}" if tau else "")] = shown
-    figure = plots.curves(
-        {f"Acceptance after {step} steps": drawn}, "draft position", "accepted, if reached", share=True
-    )
-    figure.axes[0].set(xlim=(0.8, depth + 0.2), ylim=(0, 1))  # the same at every step
+        drawn[name + (f", τ {tau:.2f}" if tau else "")] = _by_depth(values, f"val_pos_acc_{kind}", depth)
+    return _draw(drawn, depth, f"Acceptance after {step} steps", "draft position", "accepted, if reached")
+
+
+def draw_drift(logged: dict[str, float], depth: int, step: int, start: dict[str, float]) -> Figure:
+    """Plot feature drift by depth from scalars by name: each measure now, and before the first step."""
+    drawn = {}
+    for name, tag in DRIFT.items():
+        drawn[name], drawn[f"{name} at the start"] = (_by_depth(values, tag, depth) for values in (logged, start))
+    return _draw(drawn, depth, f"Feature drift after {step} steps", "depth", "beside the target's feature")
+
+
+def _by_depth(values: Mapping[str, float], tag: str, depth: int) -> dict[int, plots.Value]:
+    by_depth = {k: values.get(f"{tag}/depth_{k}") for k in range(1, depth + 1)}
+    return {k: plots.Value(value) for k, value in by_depth.items() if value is not None}
+
+
+def _draw(drawn: Mapping[str, Mapping[int, plots.Value]], depth: int, title: str, x: str, y: str) -> Figure:
+    shown = {name: points for name, points in drawn.items() if points}
+    figure = plots.curves({title: shown}, x, y)
+    highest = max((point.value for points in shown.values() for point in points.values()), default=1.0)
+    figure.axes[0].set(xlim=(0.8, depth + 0.2), ylim=(0, max(1.0, 1.05 * highest)))  # mostly the same at every step
     return figure
 
 
