@@ -9,6 +9,7 @@ import posixpath
 import re
 from pathlib import Path
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
@@ -71,3 +72,9 @@ def on_page_markdown(markdown: str, page, config, files: Files) -> str:
     return LINK.sub(
         lambda found: found[0] if any(start < found.start() < end for start, end in kept) else change(found), markdown
     )
+
+
+def on_page_content(html: str, page, config, files: Files) -> None:
+    """Refuse an example that is drawn as nested quotes, as one below `Example:` is: `Examples:` heads a section."""
+    if re.search(r"(<blockquote>\s*){2}", html):
+        raise PluginError(f"{page.file.src_uri}: a docstring's >>> is drawn as a quote: head its section `Examples:`")

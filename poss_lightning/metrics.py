@@ -16,7 +16,7 @@ BINS = 100  # of cosines from -1 to 1
 class PositionAcceptance(Metric):
     """pos-acc: the acceptance rate of every position, given that all before it were accepted.
 
-    Example:
+    Examples:
         >>> acceptance = PositionAcceptance(depth=3)
         >>> acceptance.update(torch.tensor([0, 1, 3, 3]))  # drafted tokens accepted in each round
         >>> acceptance.compute()  # of 4 rounds 3 accepted position 1, of these 2 position 2, ...

@@ -35,7 +35,7 @@ REPLAY = "poss_lightning.evaluation.probe.Replay"  # by its name, as it is on a 
 class SpecialistTraining(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
-    Example:
+    Examples:
         >>> module = SpecialistTraining("store", allocation=[2, 2, 2])
         >>> lightning.Trainer(max_epochs=1).fit(module, FeatureData("store"))
         >>> module.draft.save_pretrained("draft")
