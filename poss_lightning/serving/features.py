@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from poss_lightning.features.shards import TargetReader, TextFeatures
 from poss_lightning.serving import TESTED
+from poss_lightning.serving.hooks import changed_hooks
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose
 
@@ -138,6 +139,8 @@ class Vllm:
             import vllm  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(f"engine is 'vllm', which cannot be imported here ({error}): pip install vllm") from error
+        if changed := changed_hooks():
+            raise ValueError(f"engine is 'vllm', and vLLM {vllm.__version__} lacks or changed {'; '.join(changed)}")
         self._name = f"vLLM {vllm.__version__} (tested: {TESTED})"
         self._folder = tempfile.TemporaryDirectory(prefix="poss-states-")
         self._one_token = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)

@@ -1,4 +1,4 @@
-"""All uses of vLLM that its documents do not promise, with their reasons.
+"""How a draft learns which position it drafts, and writes keys without attending; `hooks` lists what this needs.
 
 count_steps        A model is not told which position it drafts, but the builders of attention metadata are: on the V1
                    model runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one
@@ -15,22 +15,15 @@ replay one step for all of them, and is refused.
 
 from typing import Any
 
-import vllm
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.attention import Attention, unified_kv_cache_update
 
-from poss_lightning.serving import TESTED
-
 
 def check_engine(config: VllmConfig) -> None:
-    """Raise RuntimeError for an untested version of vLLM, or a setting that would mix up specialists."""
-    if ".".join(vllm.__version__.split(".")[:2]) != TESTED:
-        raise RuntimeError(
-            f"vLLM is {vllm.__version__}; specialists were tested with {TESTED}: install it, or serve a single layer"
-        )
+    """Raise RuntimeError for a setting that would mix up specialists."""
     if envs.VLLM_USE_BREAKABLE_CUDAGRAPH and not config.use_v2_model_runner:
         raise RuntimeError("VLLM_USE_BREAKABLE_CUDAGRAPH is 1; it must be 0, as one graph serves all draft positions")
 
