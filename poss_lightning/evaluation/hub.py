@@ -1,4 +1,4 @@
-"""Questions from data sets on the hub, streamed: the six suites of the papers, SPEED-Bench, and any other."""
+"""Questions from data sets on the hub, streamed: the papers' six suites, SPEED-Bench, speculators' nine, any other."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +16,7 @@ class HubSuite:
     revision: str | None = None  # a commit; None for the newest
     config: str | None = None  # of the data set; None for its default
     split: str | None = None  # None for `test`, else `validation`, else the only one
+    file: str | None = None  # of the data set, where its files are different suites
     questions: int | None = 80  # asked where the user sets no limit; None for all
     make_record: Callable[[dict], dict | None] = lambda row: row  # in a form of `forms.py`; None for no question
 
@@ -81,7 +82,29 @@ SPEED_BENCH = {
         *((f"speed_bench_{length}", f"throughput_{length}", 1536) for length in ("1k", "2k", "8k", "16k", "32k")),
     )
 }
-KNOWN = SIX | SPEED_BENCH
+# The nine sets that vLLM's speculators reports on, pinned: all questions of each, 80 to 164, one prompt a row.
+SPECULATORS = {
+    f"speculators_{name.lower()}": HubSuite(
+        "RedHatAI/speculator_benchmarks",
+        "2ae86affa2cb97a972b7fc681dd51c04fbff083e",
+        file=f"{name}.jsonl",
+        questions=None,
+    )
+    for name in (
+        *(
+            "HumanEval",
+            "math_reasoning",
+            "qa",
+            "question",
+            "rag",
+            "summarization",
+            "tool_call",
+            "translation",
+            "writing",
+        ),
+    )
+}
+KNOWN = SIX | SPEED_BENCH | SPECULATORS
 
 
 def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
@@ -92,7 +115,9 @@ def stream(source: str, suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]
     import datasets  # takes a second, and files do without it
 
     with announced(f"asking for the data set {suite.repo}"), _explain_errors(source):
-        builder = datasets.load_dataset_builder(suite.repo, suite.config, revision=suite.revision)
+        builder = datasets.load_dataset_builder(
+            suite.repo, suite.config, revision=suite.revision, data_files=suite.file
+        )
         splits = builder.as_streaming_dataset()
     assert isinstance(splits, dict)  # as no split was asked for
     usual = ("test", "validation", *(splits if len(splits) == 1 else ()))

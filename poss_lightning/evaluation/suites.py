@@ -66,11 +66,12 @@ def read_suites(
             record see `forms.read_question`. `FILE?field=NAME` reads a different field.
             `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
             questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
-            input: all of SPEED-Bench's. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
+            input: all of SPEED-Bench's; `hub:speculators_humaneval`, … (`hub.SPECULATORS`): the nine sets of vLLM's
+            speculators, all of each. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
             `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
             `config`, `split`, `revision`, joined by `&`.
-        limit: at most this many questions of each suite, the first; by default all of a file and of SPEED-Bench, 80 of
-            the papers' six, and `hub_limit` of other data sets of the hub.
+        limit: at most this many questions of each suite, the first; by default all of a file, of SPEED-Bench and
+            of speculators' sets, 80 of the papers' six, and `hub_limit` of other data sets of the hub.
         strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
             named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
         hub_limit: see `limit`; None for all.

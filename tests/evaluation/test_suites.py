@@ -140,11 +140,20 @@ def test_the_six_of_the_papers(tmp_path, name):
     assert question.source == f"{copy} {config} {split}"
 
 
+def test_the_nine_of_speculators_are_a_file_each(tmp_path):
+    for suite in hub.SPECULATORS.values():
+        (tmp_path / str(suite.file)).write_text(lines(*({"prompt": f"{suite.file} {n}"} for n in range(90))))
+    for name, suite in hub.SPECULATORS.items():
+        questions = read_suites([f"hub:{name}?repo={tmp_path}"])
+        assert [each.turns for each in questions] == [[f"{suite.file} {n}"] for n in range(90)]
+        assert {each.suite for each in questions} == {name}
+
+
 def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, monkeypatch):
     load, asked = datasets.load_dataset_builder, []
     copy = data_set(tmp_path / "copy", [{"question": "How many?"}], "main", "test")
 
-    def reach(repo, config, revision):
+    def reach(repo, config, revision, data_files):
         asked.append((repo, config, revision))
         builder = load(copy, config)
         builder.repo_id, builder.hash = repo, revision or "newest"  # as the hub's builders have them
