@@ -22,6 +22,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.ranges import Lookups, Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
+from poss_lightning.target.template import token_ids
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -121,8 +122,8 @@ class Model:
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        eos_token_id: int | list[int] | None = None,
-        pad_token_id: int | None = None,
+        eos_token_id: int | list[int] | Tensor | None = None,
+        pad_token_id: int | Tensor | None = None,
         repetition_penalty: float | None = None,
         num_return_sequences: int | None = None,
         streamer: "BaseStreamer | None" = None,
@@ -166,11 +167,12 @@ class Model:
                 raise ValueError(f"num_return_sequences is {copies}; it must be 1, or more with do_sample=True")
             input_ids = input_ids.repeat_interleave(copies, 0)
             attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
-        stops = self._stops(eos_token_id)
-        pad = self._pad(pad_token_id, eos_token_id)
+        chats, ends = self.target.chat.stops, token_ids(eos_token_id, "eos_token_id")
+        stops = chats if eos_token_id is None else frozenset(ends)
+        pads = [*token_ids(pad_token_id, "pad_token_id"), *token_ids(self.tokenizer.pad_token_id)]
+        pad = next(iter([*pads, *ends, *sorted(chats), 0]))
         options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
         sampling = _sampling(bool(do_sample), 1.0 if repetition_penalty is None else repetition_penalty, **options)
-        chats = self.target.chat.stops
         is_padding = pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chats)
         prompts = _unpadded(input_ids, attention_mask, pad if is_padding and pad not in stops else None)
         limit = _limit(max_new_tokens, max_length, input_ids.shape[1])
@@ -216,15 +218,6 @@ class Model:
         output = self.generate(**inputs, max_new_tokens=max_new_tokens, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
-    def _stops(self, eos_token_id: int | list[int] | None) -> frozenset[int]:
-        if eos_token_id is None:
-            return self.target.chat.stops
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
-
-    def _pad(self, pad_token_id: int | None, stops: int | list[int] | None) -> int:
-        known = [pad_token_id, self.tokenizer.pad_token_id, *([stops] if isinstance(stops, int) else stops or [])]
-        return next((token for token in known if token is not None), min(self.target.chat.stops, default=0))
-
 
 # What a generation config may set; any other field is refused, as it would have no effect.
 _CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p")
@@ -247,7 +240,9 @@ def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str,
         fields = {name: value for name, value in fields.items() if name not in _DRAWING}
     for name in [name for name in fields if name not in _CONFIGURED]:
         value = fields.pop(name)
-        if value and not (value == 1 and name in _ONES) and not name.startswith(_MEANINGLESS):
+        if name.startswith(_MEANINGLESS):
+            continue
+        if isinstance(value, Tensor) or (value and not (value == 1 and name in _ONES)):
             raise ValueError(
                 f"generation_config sets {name} to {value!r}, which is not done here: leave it out; this reads "
                 f"{', '.join(_CONFIGURED)}"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import date
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.target.spelling import any_of
@@ -112,8 +113,7 @@ class Template:
     def find_stops(self, generation_config: GenerationConfig | None) -> frozenset[int]:
         """The stop tokens of tokenizer and generation config, and the one that is written after every answer."""
         ids = getattr(generation_config, "eos_token_id", None)
-        ids = ids if isinstance(ids, list) else [ids]
-        stops = {token for token in (*ids, self._tokenizer.eos_token_id) if isinstance(token, int)}
+        stops = {*token_ids(ids, "eos_token_id of the generation config"), *token_ids(self._tokenizer.eos_token_id)}
         known = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
         found = (any_of(known).match(text.lstrip()) for text in self._after_answers())
         last, earlier = (match[0] if match else "" for match in found)
@@ -131,6 +131,18 @@ class Template:
             return [self.text(some, {}).split(MARK)[1] for some in (messages[:2], messages)]
         except (ValueError, IndexError):  # the template refuses them, or changes what is said
             return ["", ""]
+
+
+def token_ids(ids: Any, name: str = "a token id") -> list[int]:
+    """The ids in whatever form transformers takes: a number, numbers in a list, an array or a tensor; none in None.
+
+    Raises:
+        ValueError: anything else; the message begins with `name`.
+    """
+    try:
+        return torch.as_tensor([] if ids is None else ids, dtype=torch.long).flatten().tolist()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} is {ids!r}; it must be one or more token ids, as [2, 7]") from error
 
 
 def _dated(template: str, day: date) -> str:

@@ -1,5 +1,6 @@
 """`load(...).generate(...)` is transformers' `generate`: same arguments, same tokens."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
@@ -71,6 +72,34 @@ def test_stop_tokens_are_the_models_own_unless_others_are_named(stop):
     endless = model.generate(**limited, eos_token_id=[])
     assert not (endless == 2)[:, -30:].any(), "nothing ends, nothing is filled"
     assert model.target.model is reference and reference.generation_config.eos_token_id == [stop, 1]
+
+
+FORMS = [int, np.int32, torch.tensor, lambda id: [id], lambda id: (id,), lambda id: [np.int64(id)], lambda id: [[id]]]
+FORMS += [lambda id: torch.tensor([id, 5]), lambda id: [torch.tensor(id), 5], lambda id: np.array([id]), lambda id: [float(id)]]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_token_ids_have_the_forms_that_transformers_takes(form, model, reference, stop, one):
+    """As an argument, in a config, and among a model's own; a padding id, too."""
+    given = {"max_new_tokens": 30, "eos_token_id": form(stop), "pad_token_id": torch.tensor(7)}
+    expected = reference.generate(**one, **given)
+    assert expected.shape[1] < one["input_ids"].shape[1] + 30
+    assert torch.equal(model.generate(**one, **given), expected)
+    assert torch.equal(model.generate(**one, generation_config=GenerationConfig(**given)), expected)
+    own = tiny_model()
+    own.generation_config.eos_token_id = form(stop)
+    assert load(own, tokenizer=tiny_tokenizer()).target.chat.stops == {1, *np.array(form(stop), dtype=int).flat}
+
+
+@pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("wrong", ["</s>", ["5"], [None, 5], {5}])
+def test_what_is_no_token_id_is_refused_by_name(name, wrong, model, one):
+    with pytest.raises(ValueError, match=f"^{name} is .*; it must be one or more token ids"):
+        model.generate(**one, **{name: wrong})
+    own = tiny_model()
+    own.generation_config.eos_token_id = wrong
+    with pytest.raises(ValueError, match=r"eos_token_id of the generation config is .*; it must be"):
+        load(own, tokenizer=tiny_tokenizer())
 
 
 @pytest.mark.parametrize("pad", [None, "the stop"])
