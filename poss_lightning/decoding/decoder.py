@@ -1,5 +1,6 @@
 """What the engine and its baselines share: prompts in, tokens out step by step, seconds by part."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -116,4 +117,6 @@ def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> li
     longest = max(map(len, prompts))
     if longest >= spec.context:
         raise ValueError(f"a prompt has {longest} tokens; {spec.name} reads {spec.context}, the answer included")
+    if longest + limit > spec.context:
+        warnings.warn(f"answers end after {spec.context} tokens in all, as {spec.name} reads no more", stacklevel=2)
     return [min(limit, spec.context - len(prompt)) for prompt in prompts]

@@ -11,7 +11,7 @@ from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import SampleSource
-from poss_lightning.features.writing import tokenize
+from poss_lightning.features.writing import tokenize, within_context
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.generation import pad_right
@@ -52,8 +52,8 @@ class OnlineFeatures(SampleSource):
         device, spared = ("cpu", None) if parallel == "none" else ("auto", local_rank())  # on a CPU until a batch moves
         dtype = choose_dtype(dtype, choose_device())
         model = Target.load(target, dtype, device, parallel, spared, chat_template_kwargs)
-        texts = tokenize(model, conversations, min(max_length, model.spec.context), tell=this_rank().rank == 0)
-        return cls(model, texts)
+        tell = this_rank().rank == 0
+        return cls(model, tokenize(model, conversations, within_context(model, max_length, tell), tell))
 
     def __getitem__(self, index: int) -> Sample:
         text = self.texts[index]

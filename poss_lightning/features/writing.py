@@ -69,7 +69,7 @@ def write_store(
     """
     vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
     target.check_layers(layers)
-    max_length = min(max_length, target.spec.context)
+    max_length = within_context(target, max_length, tell=rank.rank == 0)
     work = Work(folder / UNFINISHED)
     begun = Manifest.load(folder).chat_template_kwargs if is_finished(folder) else work.settings.get(KWARGS, {})
     target.chat.template.freeze(begun)
@@ -169,6 +169,13 @@ def _write_embed_head(folder: Path, target: Target) -> FileEntry:
 
 
 # --- the plan ---
+
+
+def within_context(target: Target, max_length: int, tell: bool = True) -> int:
+    """`max_length`, or the target's context where that is shorter, which is logged."""
+    if tell and max_length > target.spec.context:
+        logger.warning("max_length is lowered to %d, all that %s reads", target.spec.context, target.spec.name)
+    return min(max_length, target.spec.context)
 
 
 def tokenize(

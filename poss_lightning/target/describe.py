@@ -42,7 +42,6 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
     """
     config = config.get_text_config()
     rope = _rope_parameters(config)
-    short_lengths = [kind["original_max_position_embeddings"] for kind in rope if kind.get("rope_type") == "longrope"]
     stated = {
         "hidden_size": config.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
@@ -50,9 +49,9 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
         "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         "vocab_size": config.vocab_size,
-        "context": min([config.max_position_embeddings, *short_lengths]),
+        "context": _context(config.max_position_embeddings, rope),
         "rope_theta": float(rope[0].get("rope_theta", 10000.0)),
-        "norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "logit_scale": (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0),
         "logit_cap": getattr(config, "final_logit_softcapping", None),
         "layers": config.num_hidden_layers,
@@ -61,16 +60,28 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
-    """Rotary parameters of every kind of layer, full attention's first; one entry where all are alike.
-
-    With "longrope" and "dynamic" the angles of all tokens change once a forward's longest text passes some length: a
-    node of a tree would change the others', and keys in the cache would have the old ones. So a context ends at that
-    length; with "dynamic" it does so by itself.
-    """
+    """Rotary parameters of every kind of layer, full attention's first; one entry where all are alike."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    if FULL not in parameters:
-        return [parameters]
-    return [parameters[FULL], *(angles for kind, angles in parameters.items() if kind != FULL)]
+    kinds = {name: angles for name, angles in parameters.items() if isinstance(angles, dict)}  # others nobody reads
+    return [kinds[name] for name in sorted(kinds, key=lambda name: name != FULL)] or [parameters]
+
+
+def _context(said: int, rope: list[dict]) -> int:
+    """How many tokens a model reads: `max_position_embeddings`, or as many as its stretched angles reach.
+
+    A yarn factor stretches the original length. So do linear and llama3 factors, unless the config states the stretched
+    length already, as Llama 3's does beside an original one, and Gemma-3's for layers of which some are not stretched.
+
+    With longrope and dynamic angles all tokens' angles change once a forward's longest text passes some length: a node
+    of a tree would change the others', and keys in the cache would have the old ones. So a context ends at that length.
+    """
+    full = rope[0]
+    kind, original = full.get("rope_type"), full.get("original_max_position_embeddings") or said
+    stretches = {"yarn": True, "llama3": original >= said, "linear": len(rope) == 1, "proportional": len(rope) == 1}
+    if stretches.get(kind):
+        said = max(said, int(original * (full.get("factor") or 1)))
+    turning = [angles for angles in rope if angles.get("rope_type") == "longrope"]
+    return min([said, *(angles.get("original_max_position_embeddings", said) for angles in turning)])
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -28,7 +28,7 @@ class TargetSpec:
     kv_heads: int
     head_dim: int
     vocab_size: int
-    context: int  # tokens that the target reads; with "longrope" angles, those that it reads with short factors
+    context: int  # tokens that the target reads, see `describe.spec_of`
     rope_theta: float  # of its full attention, where layers differ
     norm_eps: float
     layers: int  # of the decoder

@@ -41,9 +41,10 @@ def test_samples_are_the_target_reading_each_alone(finished, target):
             assert greedy == (logits[t].argmax() if followed else -1)
 
 
-def test_a_text_is_cut_at_the_context_of_the_target(tmp_path):
+def test_a_text_is_cut_at_the_context_of_the_target_which_is_said(tmp_path, caplog):
     target = tiny_target(max_position_embeddings=40)
     write_store(tmp_path, target, make_conversations(), **SIZES | {"max_length": 2048})
+    assert "max_length is lowered to 40, all that tiny reads" in caplog.text
     store = FeatureStore(tmp_path)
     assert store.lengths.max() == 40 == store.manifest.max_length
 

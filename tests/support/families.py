@@ -25,6 +25,7 @@ FAMILIES = {
     "qwen3": QWEN | {"head_dim": 16},
     "mistral": {"sliding_window": WINDOW},
     "olmo2": {},
+    "olmo3": MIXED | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},  # of which its angles have none
     "phi3": {"sliding_window": WINDOW, "partial_rotary_factor": 0.5},
     "phi3, longrope": {
         "rope_parameters": LONG | {"partial_rotary_factor": 0.5},

@@ -11,6 +11,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
 from poss_lightning.target import masks
+from poss_lightning.target.describe import spec_of
 from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
@@ -128,11 +129,52 @@ def test_a_tree_never_synchronises(name):
     torch.testing.assert_close([features for *_, features in read_trees(target, prompts, whole)], expected)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+# What published configs say, and how many tokens their authors say that the model reads.
+CONTEXTS = [
+    ("qwen2", 32768, YARN, 131072),  # Qwen2.5, extended as its card says
+    ("qwen3", 40960, YARN, 131072),
+    ("llama", 163840, YARN | {"factor": 40, "original_max_position_embeddings": 4096}, 163840),
+    ("llama", 4096, {"rope_type": "yarn", "factor": 16.0}, 65536),  # what is not said is max_position_embeddings
+    ("llama", 4096, {"rope_type": "linear", "factor": 4.0}, 16384),  # vicuna-16k
+    ("llama", 131072, LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192}, 131072),
+    ("llama", 8192, LLAMA3 | {"factor": 8.0}, 65536),
+    ("llama", 4096, {"rope_type": "dynamic", "factor": 2.0}, 4096),  # beyond, each length has its own angles
+    ("llama", 131072, LONG | {"original_max_position_embeddings": 4096}, 4096),  # Phi-3
+    ("gemma3_text", 131072, {"full_attention": {"rope_type": "linear", "factor": 8.0}}, 131072),  # of all its layers
+    ("olmo3", 8192, {"full_attention": {"rope_type": "yarn", "factor": 8.0}}, 65536),
+    ("olmo3", 4096, {"rope_type": "default", "rope_theta": 1e4}, 4096),  # transformers reads none of it
+]
+
+
+@pytest.mark.parametrize(("kind", "said", "rope", "context"), CONTEXTS)
+def test_a_context_is_as_long_as_the_angles_reach(kind, said, rope, context):
+    given = {"rope_scaling": rope} if kind == "llama" else {"rope_parameters": rope}  # older files and newer ones
+    config = AutoConfig.for_model(kind, **SIZE | {"max_position_embeddings": said} | given)
+    assert spec_of(config, kind).context == context
+
+
+@pytest.mark.parametrize("name", ["llama, yarn", "llama, linear"])
+def test_a_stretched_target_continues_long_prompts_as_transformers_does(name):
+    target, prompt = family(name, max_position_embeddings=16), list(range(20, 60))
+    expected = tokens_of(Generate(target), [prompt], 12, frozenset())
+    assert tokens_of(Autoregressive(target), [prompt], 12, frozenset()) == expected
+    assert tokens_of(Speculative(target, tiny_draft(target, [1, 2]), 3, 10, 2), [prompt], 12, frozenset()) == expected
+
+
 REFUSED = {
+    "deepseek_v3": (
+        {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12},
+        r"for a token, and its config says 4 of \d+ of both \(multi-head latent attention is not supported",
+    ),
+    "doge": ({}, "its attention does not take a tree's mask"),
+    "hrm_text": ({}, "it has no list of 24 decoder layers"),
     "mamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
     "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias
     "gemma3_text": (MIXED | {"head_dim": 8, "use_bidirectional_attention": True}, "not those of a plain forward"),
-    "bloom": ({"n_head": 4}, ""),  # asks for a mask of its own form
+    "bloom": ({"n_head": 4, "num_key_value_heads": 4}, "its attention does not take a tree's mask"),
 }
 
 
