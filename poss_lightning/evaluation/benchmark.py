@@ -8,6 +8,7 @@ OUT/                 the folder of a benchmark
 
 import hashlib
 import logging
+import random
 import sys
 from dataclasses import dataclass
 from itertools import product
@@ -84,8 +85,9 @@ def benchmark(
 ) -> None:
     """Decode suites of prompts with every method and write records.jsonl and run.json.
 
-    Every method is warmed up. Then the methods take turns prompt by prompt, in an order that rotates. All methods get
-    the same context: a later turn of a conversation follows the target's own answers to the earlier turns. A
+    Every method is warmed up. Then the methods take turns prompt by prompt, in an order that is drawn for each answer
+    from the seed. All methods get the same context: a later turn of a conversation follows the target's own answers to
+    the earlier turns. A
     conversation ends where the target's context is full. If a run is killed, give the same command again on the same
     machine and device with the same number of threads: it resumes with the first unfinished question.
 
@@ -209,7 +211,7 @@ class Run:
                 self._note_process(resumed=done > 0)
                 self._warm_up(questions[unfinished[0]])
             for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
-                answers = self._decode_question(questions[place], place)
+                answers = self._decode_question(questions[place])
                 work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
             receipts: list[Any] = [work.receipt(part) for part in parts]
             lines = [line for receipt in receipts for line in receipt["records"]]
@@ -218,7 +220,7 @@ class Run:
             work.clear()
         return len(lines)
 
-    def _decode_question(self, question: Question, place: int) -> list[Record]:
+    def _decode_question(self, question: Question) -> list[Record]:
         """All turns of the question with all methods."""
         records, messages = [], list(question.opening)
         names = list(self.methods)
@@ -229,9 +231,8 @@ class Run:
                 logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
                 break
             for repeat in range(self.repeats):
-                first = (place + turn + repeat) % len(names)
                 seed = self._answer_seed(question, turn, repeat)
-                for name in names[first:] + names[:first]:
+                for name in random.Random(seed).sample(names, len(names)):
                     generator = torch.Generator().manual_seed(seed)
                     (decoded,) = self.methods[name].decode(
                         [prompt], self.max_new_tokens, sampling=self.sampling, generator=generator
@@ -268,7 +269,7 @@ class Run:
         )
 
     def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:
-        """The seed of an answer's draws, the same for all methods."""
+        """The seed of an answer's draws, the same for all methods, and of the order in which they answer."""
         place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 

@@ -4,7 +4,6 @@ Three forms are known: vLLM's responses (`--per-request-spec-decode-metrics`), S
 profile_export.jsonl (`--export-level records`).
 """
 
-import random
 import reprlib
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ def engine_records(objects: list[tuple[str, dict[str, Any]]], file: Path) -> lis
     """The place and the fields of a record for each answer of an engine's file; [] where the file is not an engine's.
 
     Answers without rounds, such as failed requests, are skipped. A histogram does not give the order of an answer's
-    rounds, so they are shuffled; token ids are unknown, and 0.
+    rounds, and no engine says how long the prompt was: `prompt_tokens` is 0, and tables by position or length leave
+    these answers out. Token ids are unknown, and 0.
 
     Args:
         objects: those of the file, each with its place.
@@ -60,7 +60,6 @@ def _accepted(place: str, values: dict[str, Any]) -> list[int]:
             counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
             times = counts.items() if isinstance(counts, dict) else enumerate(counts)
             rounds = [accepted for accepted, count in times for _ in range(int(count))]
-            random.Random(0).shuffle(rounds)
         return [int(accepted) for accepted in rounds]
     except (AttributeError, TypeError, ValueError):
         raise ValueError(f"{place}: {reprlib.repr(values)} does not say what each round accepted: {HOW}") from None

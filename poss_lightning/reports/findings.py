@@ -26,7 +26,7 @@ from poss_lightning.terminal import announced
 
 AUTO = (
     "Trees were sized by their cost (tree: auto), so a round may end before a position is drafted: pos-acc and τ "
-    "depend on the draft and on this machine."
+    "depend on the draft, on this machine, and on earlier prompts, from which auto learns."
 )
 TRAINED_ONCE = (
     "Each method was trained once: 95 % intervals are for other prompts, and say nothing about other trainings."

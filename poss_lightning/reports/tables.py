@@ -197,6 +197,7 @@ def _length_tables(methods: Mapping[str, Answers]) -> dict[str, pd.DataFrame]:
             {"method": name, "prompt": key[:2], **each}
             for name, answers in methods.items()
             for key, record in answers.items()
+            if record.prompt_tokens  # 0 where an engine said neither lengths nor the order of rounds
             for each in list_rounds(record)
         ]
     )

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 
 from poss_lightning.evaluation.records import read_records
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.tables import all_tables
 
 ROUNDS = [[2, 0, 1, 2], [0, 0], [3]]
 
@@ -55,6 +57,15 @@ def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
     assert "AIPerf" not in form or [(r.id, r.turn) for r in records] == [(sum(rounds), 1) for rounds in ROUNDS]
     assert any(kind in form for kind in ("histograms", "AIPerf", "SGLang")) or [r.accepted for r in records] == ROUNDS
     assert {(r.suite, r.method) for r in records} == {("requests", "served (engine)")}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_table_shows_an_order_that_no_engine_says(tmp_path, form):
+    """Rounds of one answer, early ones long and late ones short: τ and pos-acc are known, τ by position is not."""
+    long = [3] * 30 + [0] * 30
+    (tmp_path / "served.jsonl").write_text(FORMS[form] + lines(vllm(long, form == "detailed")))
+    tables = all_tables(find(tmp_path / "served.jsonl"))
+    assert {"Methods", "pos-acc by position, %"} == tables.keys()
 
 
 @pytest.mark.parametrize(
