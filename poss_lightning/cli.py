@@ -31,7 +31,6 @@ TOOLS = {
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
-    "allocate": ("poss_lightning.reports.allocate", "an allocation from the drift of a single layer"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }

@@ -80,7 +80,7 @@ def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss):
 def test_help_version_and_tables_of_records_need_no_torch():
     """Its import alone takes seconds; a table needs pandas."""
     command = "from poss_lightning import cli; cli.main()"
-    tables = "import poss_lightning.reports.compare, poss_lightning.reports.allocate"
+    tables = "import poss_lightning.reports.compare"
     for code, option, most in ((command, "--help", 200), (command, "--version", 200), (tables, "", 2000)):
         look = f"import sys; {code}; print('torch' in sys.modules, len(sys.modules))"
         done = subprocess.run([sys.executable, "-c", look, option], capture_output=True, text=True, check=True)

@@ -231,13 +231,14 @@ class Run:
                 logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
                 break
             for repeat in range(self.repeats):
-                seed = self._answer_seed(question, turn, repeat)
+                seed, answers = self._answer_seed(question, turn, repeat), {}
                 for name in random.Random(seed).sample(names, len(names)):
                     generator = torch.Generator().manual_seed(seed)
                     (decoded,) = self.methods[name].decode(
                         [prompt], self.max_new_tokens, sampling=self.sampling, generator=generator
                     )
-                    records.append(self._record(question, turn, name, repeat, len(prompt), decoded))
+                    answers[name] = self._record(question, turn, name, repeat, len(prompt), decoded)
+                records += [answers[name] for name in names]
             plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
             if not self.target.chat.is_plain(plain.tokens) and turn + 1 < len(question.turns):
                 logger.warning(

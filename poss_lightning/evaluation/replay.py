@@ -27,7 +27,6 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.multidraft import acceptance_rates, table
 from poss_lightning.evaluation.provenance import (
     check_settings,
     describe_draft,
@@ -68,8 +67,7 @@ def replay(
 
     The answers must be the target's own; otherwise it warns. Make greedy ones with `poss synthesize --prompts`, which
     names conversations SUITE/ID, or drawn ones with `--answer_temperature` as well; then `poss extract`. Records say
-    what each round accepts, and hold no times. For drawn answers it also prints how often one of n children is the next
-    token: by published rules, by ours, and at most (arXiv 2502.18779).
+    what each round accepts, and hold no times.
 
     Args:
         store: features of the answers.
@@ -118,28 +116,21 @@ def replay(
         with atomic(folder / NAMES[1]) as path:
             path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
         work.clear()
-    printed = [receipt["printed"] for receipt in found.values() if receipt["printed"]]
-    print("\n\n".join([*printed, f"{out}: {len(lines)} records of {len(methods)} methods"]))
+    print(f"{out}: {len(lines)} records of {len(methods)} methods")
 
 
 def _measure(
     name: str, draft: Specialists, store: FeatureStore, embed_head: EmbedHead, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The records of a draft, what to print of it, how answers were drawn, and what to be warned of."""
+    """The records of a draft, how answers were drawn, and what to be warned of."""
     depth, nodes, width = facts["depth"], facts["nodes"], facts["tree_width"]
     stored = _read_answers(store, draft, embed_head)
     answers = [answer for *_, answer in stored]
-    sampling, printed = sampling_settings(answers), ""
     rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
-    if sampling["temperature"]:
-        counts = sorted({1, min(4, width), width})
-        rates = acceptance_rates(draft, embed_head, answers, depth, counts)
-        printed = f"{name}: how often one of n children is the next token\n{table(rates, counts)}"
     warnings = describe_mismatch(answers), warn_of_training(f"draft {name}", draft.trained_on, store, range(len(store)))
     return {
         "records": [to_line(_record(name, *each, own)) for each, own in zip(stored, rounds, strict=True)],
-        "printed": printed,
-        "sampling": sampling,
+        "sampling": sampling_settings(answers),
         "warnings": [warning for warning in warnings if warning],
     }
 

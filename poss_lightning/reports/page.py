@@ -1,7 +1,5 @@
 """The page of `poss compare --html`: tables, curves and decoded text in one file that loads nothing else."""
 
-import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -69,9 +67,6 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         tables=all_tables(found),
         training=training_figures(trained),
         texts=list(decoded_texts(found.answers)),
-        facts={
-            public_name(folder): json.dumps(public(run), indent=1, ensure_ascii=False) for folder, run in facts.items()
-        },
     )
     with atomic(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
@@ -86,17 +81,6 @@ def _template() -> Any:
 
 
 # --- how the runs were made ---
-
-PATH = re.compile(r"""(?<![^\s,=\[{('"])(?:~|\.\.|/(?=\w)|[A-Za-z]:\\|\\\\|[\w+.-]+://)[^,=\]})'"]*""")
-
-
-def public(value: Any) -> Any:
-    """A run.json as strangers may read it: of paths outside this folder the last name, no secrets of addresses."""
-    if isinstance(value, dict):
-        return {public(name): public(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [public(each) for each in value]
-    return PATH.sub(lambda found: public_name(found[0].rstrip()), value) if isinstance(value, str) else value
 
 
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:

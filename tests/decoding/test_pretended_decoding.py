@@ -15,9 +15,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import PerRound, Settled
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.evaluation.multidraft import acceptance_rates
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.evaluation.stored import find_answers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 from tests.evaluation.test_replay import read
@@ -165,10 +163,7 @@ def test_replayed_acceptance_is_the_hosts(device, kind):
     draft, target = pairs[0]
     answer = answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]
     sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.layers)
-    drawn, rounds, rates = sample._replace(draws=[Draw(Sampling(0.8), 3)]), [], []
+    drawn, rounds = sample._replace(draws=[Draw(Sampling(0.8), 3)]), []
     for draft, target in pairs:
-        head = target.embed_head
-        rounds.append(replay_rounds(draft, head, [sample, drawn], depth=2, nodes=5))
-        rates.append(acceptance_rates(draft, head, list(find_answers(drawn, head)), 2, [1, 2]))
+        rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], depth=2, nodes=5))
     assert rounds[0] == rounds[1] and rounds[0][0][0]
-    torch.testing.assert_close(*rates)

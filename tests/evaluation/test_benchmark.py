@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -65,20 +66,16 @@ def untimed(folder: Path) -> list[dict]:
 
 
 def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, target):
-    """In float32, in an order that is drawn for each. A record that can be read is lawful."""
+    """In float32. A record that can be read is lawful."""
     records = read_records(whole)
-    orders: dict[tuple, tuple[str, ...]] = {}
-    for record in records:
-        key = record.suite, record.id, record.turn, record.repeat
-        orders[key] = (*orders.get(key, ()), record.method)
-    assert [*orders] == [
-        ("suite", question["id"], turn, repeat)
+    found = [(record.suite, record.id, record.turn, record.repeat, record.method) for record in records]
+    assert found == [
+        ("suite", question["id"], turn, repeat, method)
         for question in QUESTIONS
         for turn in range(len(question["turns"]))
         for repeat in range(2)
+        for method in METHODS
     ]
-    assert {tuple(sorted(order)) for order in orders.values()} == {tuple(sorted(METHODS))}
-    assert len(set(orders.values())) > len(METHODS)  # not rotated, so no method has the same predecessor throughout
     assert [*contents(whole)] == FILES
     assert len({(record.id, record.turn, tuple(record.tokens), record.text) for record in records}) == 6
     for record in records:
@@ -87,6 +84,20 @@ def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, targ
         assert "".join(record.pieces) == record.text
         if record.turn == 0:
             assert record.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": record.question}]))
+
+
+def test_the_order_of_methods_is_drawn_for_each_answer(target, tmp_path):
+    """So none has the same predecessor throughout; and it is the same again after a kill."""
+    asked, orders = [Question("s", name, "", ["Hi"]) for name in range(20)], []
+    for place in ("a", "b"):
+        methods = Mock(**{f"{name}.decode.return_value": [Decoded([5, 6], [0], {"total": 0.1})] for name in METHODS})
+        decoders = {name: getattr(methods, name) for name in METHODS}
+        facts = {"command": [], "config": {}, "methods": {}}
+        Run(tmp_path / place, target, decoders, facts, max_new_tokens=8, repeats=1).decode(asked)
+        called = [name.removesuffix(".decode") for name, *_ in methods.method_calls]
+        orders.append([*zip(*[iter(called[4:])] * 4, strict=True)])  # after the warm-up
+    assert orders[0] == orders[1] and {tuple(sorted(order)) for order in orders[0]} == {tuple(sorted(METHODS))}
+    assert len({pair for order in orders[0] for pair in pairwise(order)}) == 12  # every other one comes just before
 
 
 def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
