@@ -16,6 +16,7 @@ from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, 
 
 BLOCK = 128  # numbers whose maximum is taken first: two short searches are faster than one long one
 LOGIT_ROWS = 4, 64  # places whose logits are in float32 at once, on a CPU, in whose cache they stay, and elsewhere
+NEAR = 1e-4  # the nucleus's border, by more than sums of floats are rounded
 DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a nonnegative float: lowest bit, number of bits
 
 
@@ -27,7 +28,7 @@ class Sampling:
         temperature: divides the logits; 0 takes the most likely token.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probabilities reach top_p; 1 keeps all.
-        min_p: keep tokens at least so many times as likely as the most likely one; 0 keeps all.
+        min_p: keep tokens whose probability is at least this fraction of the largest; 0 keeps all.
         repetition_penalty: first of all, logits of tokens that the text has are divided by it if positive, else
             multiplied (CTRL, arXiv 1909.05858); 1 changes nothing.
 
@@ -61,8 +62,8 @@ class Sampling:
             best = logits.topk(min(self.top_k, logits.shape[-1])).values  # (..., k), in order
             floors.append(best[..., -1:])
             if self.top_p < 1:
-                p = (best / temperature).softmax(-1)
-                count = (p.cumsum(-1) - p < self.top_p).sum(-1, keepdim=True)
+                p = _exact((best / temperature).softmax(-1))
+                count = (p.cumsum(-1) - p < _exact(torch.tensor(self.top_p)).item()).sum(-1, keepdim=True)
                 floors.append(best.gather(-1, (count - 1).clamp(min=0)))
         elif self.top_p < 1:
             p = (logits / temperature).softmax(-1)
@@ -157,7 +158,7 @@ class TokenSampler:
         # Whether one token is in the nucleus is told sooner than which ones are; the host asks, as it may on a CPU.
         drawn, p = argmax(noise + logits), (logits / self.temperature).softmax(-1)
         likelier = p.masked_fill(p <= p.gather(-1, drawn[:, None]), 0).sum(-1)
-        if len(cut := (likelier >= kind.top_p).nonzero()[:, 0]):
+        if len(cut := (likelier >= kind.top_p - NEAR).nonzero()[:, 0]):
             drawn[cut] = argmax(noise[cut].add_(kind.filter(logits[cut], self.temperature)))
         return drawn
 
@@ -227,7 +228,7 @@ def text_keys(seeds: Tensor) -> Tensor:
 
 
 def minus_gumbel(bits: Tensor) -> Tensor:
-    """32 random bits -> log(-log(1 - u)), u uniform, with fine steps where u is small; at least -21."""
+    """32 random bits -> log(-log(1 - u)), u uniform, with fine steps where u is small; from -22.2 to 2.9."""
     negative = bits.bitwise_and_(0x7FFFFFFF).float().mul_(-(2**-31)).clamp_(2**-24 - 1, -(2**-32))  # -u
     return negative.log1p_().neg_().log_()
 
@@ -242,17 +243,26 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
+def _exact(p: Tensor) -> Tensor:
+    """Probabilities as multiples of 2^-62, whose sums do not depend on their order, which on CUDA is not fixed."""
+    return (p * 2.0**62).long()
+
+
 def _nucleus_floor(p: Tensor, share: float) -> Tensor:
     """The smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
-    bits = p.view(torch.int32)  # nonnegative floats sort as their bits
-    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(p[..., :1])  # sum of p above the digits so far
+    bits, amounts, needed = (
+        p.view(torch.int32),
+        _exact(p),
+        _exact(torch.tensor(share)).item(),
+    )  # as bits floats sort too
+    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(amounts[..., :1])  # sum above the digits so far
     for shift, width in DIGITS:
         digit = (bits >> shift) - (floor >> shift)
         inside = (digit >= 0) & (digit < 1 << width)
-        mass = p.new_zeros(*p.shape[:-1], 1 << width)
-        mass.scatter_add_(-1, digit.clamp(0, (1 << width) - 1).long(), p * inside)
+        mass = amounts.new_zeros(*p.shape[:-1], 1 << width)
+        mass.scatter_add_(-1, digit.clamp(0, (1 << width) - 1).long(), amounts * inside)
         total = mass.flip(-1).cumsum(-1).flip(-1)  # of this digit and larger ones
-        found = ((above + total >= share).sum(-1, keepdim=True) - 1).clamp(min=0)
+        found = ((above + total >= needed).sum(-1, keepdim=True) - 1).clamp(min=0)
         above = above + (total - mass).gather(-1, found)
         floor = floor + (found << shift).to(torch.int32)
     return floor.view(torch.float32)

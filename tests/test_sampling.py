@@ -1,7 +1,8 @@
 """One noise and one draw, against their twins, transformers' own warpers, and the laws of chance (seeds are fixed)."""
 
+from fractions import Fraction
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import scipy.stats
@@ -9,7 +10,7 @@ import torch
 from transformers.generation import logits_process as theirs
 
 from poss_lightning.decoding.trees import ancestor_mask
-from poss_lightning.sampling import Sampling, TokenSampler, argmax
+from poss_lightning.sampling import Sampling, TokenSampler, _nucleus_floor, argmax
 from tests.support import naive
 
 LAWS = [
@@ -46,6 +47,17 @@ def test_of_equal_tokens_all_or_none_are_kept():
     logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
     for law in ({"top_k": 2}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.6}, {"min_p": 0.3}):
         assert (process(logits, **law) > 0).tolist() == [True] * 4 + [False], law
+
+
+def test_a_nucleus_is_that_of_exact_sums_in_any_order():
+    """At its border, too: a sum of floats would depend on their order, which on CUDA is not fixed."""
+    weights = torch.rand(3000, generator=torch.Generator().manual_seed(0)) ** 8
+    p = (weights / weights.sum()).sort(descending=True).values
+    sums = [0, *accumulate(map(Fraction, p.tolist()))]
+    for share in map(float, torch.tensor(list(map(float, sums[5:2500:83])))):
+        kept = next(n for n, total in enumerate(sums) if total >= share)
+        for order in (torch.arange(3000), torch.arange(3000).flip(0), torch.randperm(3000)):
+            assert _nucleus_floor(p[order][None], share) == p[kept - 1]
 
 
 @pytest.mark.parametrize("size", [7, 1280])

@@ -12,18 +12,18 @@ from torch import Tensor
 from poss_lightning.files import fetch
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-TRAINED_ON = "trained_on"  # in the header of the weights
+TRAINED_ON = "trained_on_64"  # in the header of the weights; "trained_on" had 32 bits a text, too few to tell
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
 
 
 def encode_digests(digests: frozenset[int]) -> str:
-    """Four bytes per number, in base 64."""
-    return base64.b64encode(np.array(sorted(digests), "<u4").tobytes()).decode()
+    """Eight bytes per number, in base 64."""
+    return base64.b64encode(np.array(sorted(digests), "<u8").tobytes()).decode()
 
 
 def decode_digests(text: str) -> frozenset[int]:
     """What `encode_digests` wrote. Raises ValueError for anything else."""
-    return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u4").tolist())
+    return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u8").tolist())
 
 
 def shipped() -> list[str]:

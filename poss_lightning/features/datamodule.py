@@ -104,6 +104,11 @@ class FeatureData(lightning.LightningDataModule):
         moved = super().transfer_batch_to_device(batch._replace(draft_input=batch.tokens), device, dataloader_idx)
         return moved._replace(draft_input=moved.features)
 
+    def teardown(self, stage: str) -> None:
+        """Name the texts that online features left out at last."""
+        if isinstance(self.source, OnlineFeatures):
+            self.source.report()
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Compute online features and draw noise on the device; the noise is of the conversation and the epoch."""
         if isinstance(self.source, OnlineFeatures):

@@ -1,5 +1,6 @@
 """Online features: the target computes those of every batch in the training process; nothing is on disk."""
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.texts import SampleSource
+from poss_lightning.features.texts import SampleSource, describe_overflow
 from poss_lightning.features.writing import tokenize, within_context
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
@@ -20,6 +21,9 @@ from poss_lightning.target.placement import Parallel
 from poss_lightning.target.spec import EmbedHead
 
 LOGIT_SLOTS = 256  # slots whose logits exist at once
+LOOKS = 64  # batches after which the host asks which of their texts were left out
+
+logger = logging.getLogger(__name__)
 
 
 class OnlineFeatures(SampleSource):
@@ -36,6 +40,7 @@ class OnlineFeatures(SampleSource):
         self.lengths = np.array([len(text.tokens) for text in texts])
         self.spans = [np.array(text.spans).reshape(-1, 2) for text in texts]
         self.layers = ()
+        self._filled: list[tuple[list[str], Tensor]] = []  # texts, and whether each is kept, since the last report
 
     @classmethod
     def load(
@@ -84,7 +89,7 @@ class OnlineFeatures(SampleSource):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a loader's workers get where they are not forked: they read texts, and need no target."""
-        return {name: value for name, value in vars(self).items() if name != "model"}
+        return {name: value for name, value in vars(self).items() if name not in ("model", "_filled")}
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
@@ -93,7 +98,10 @@ class OnlineFeatures(SampleSource):
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
-        """The batch with features, the draft's input, and the target's most likely tokens wherever a pass counts."""
+        """The batch with features, the draft's input, and the target's most likely tokens wherever a pass counts.
+
+        Nothing counts in a text whose features are not finite: it is left out, and `report` names it.
+        """
         device = batch.tokens.device
         self._move_target(device)
         parts = batch.parts()
@@ -106,12 +114,32 @@ class OnlineFeatures(SampleSource):
             computed = self._forward(pad_right([texts[i] for i in group], self.model.device))
             for i, row, draft_input in zip(group, *computed, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
+        finite = features.isfinite().all(-1) & inputs.isfinite().all(-1)  # (B, T)
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
         for row, slot in (some.unbind(1) for some in known.split(LOGIT_SLOTS)):
             logits = self.model.embed_head.logits(features[row, slot].to(self.model.device))
-            greedy[row, slot] = logits.max(-1).indices.to(device)
-        return batch._replace(features=features, draft_input=inputs, greedy=greedy)
+            best = logits.max(-1)
+            greedy[row, slot] = best.indices.to(device)
+            finite[row, slot] &= best.values.isfinite().to(device)
+        kept = torch.stack([finite[part].all() for part in parts])
+        self._filled.append((batch.ids, kept))
+        if len(self._filled) == LOOKS:
+            self.report()
+        for part, keep in zip(parts, kept, strict=True):
+            finite[part] = keep
+        for values in {id(each): each for each in (features, inputs)}.values():
+            values.masked_fill_(~finite[..., None], 0)
+        counts = batch.counts.where(finite, 0)
+        return batch._replace(features=features, draft_input=inputs, greedy=greedy.where(finite, -1), counts=counts)
+
+    def report(self) -> None:
+        """Log which texts were left out of the batches since the last report; this waits for the device."""
+        ids = [name for names, _ in self._filled for name in names]
+        kept = torch.cat([kept for _, kept in self._filled]).tolist() if ids else []
+        self._filled.clear()
+        if left_out := [name for name, keep in zip(ids, kept, strict=True) if not keep]:
+            logger.warning("left out of the loss %s", describe_overflow(left_out, len(ids), self.model.dtype_name))
 
     def _move_target(self, device: torch.device | str) -> None:
         if not self.model.spans_devices and self.model.device != torch.device(device):

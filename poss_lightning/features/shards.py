@@ -84,8 +84,11 @@ class TokenizedText:
     draws: tuple[dict[str, float] | None, ...] = ()  # how each span was drawn, see `Draw`; () where none was
 
 
-def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm) -> FileEntry:
-    """Read batches of texts and write their shard, complete or not at all."""
+def write_shard(
+    path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm
+) -> tuple[FileEntry, list[str]]:
+    """Read batches of texts and write their shard, complete or not at all: its entry, and the texts left out of it."""
+    left_out: list[str] = []
     with atomic(path) as temporary:
         with (
             temporary.open("wb") as file,
@@ -95,23 +98,25 @@ def write_shard(path: Path, reader: Reader, batches: list[list[TokenizedText]], 
             writing: Future[None] | None = None
             for batch in batches:
                 rows = read_batch(reader, batch, stored)  # while the thread writes the batch before
+                kept = set(rows["id"].to_pylist())
+                left_out += [text.id for text in batch if text.id not in kept]
                 if writing:
                     writing.result()
-                writing = thread.submit(writer.write_batch, rows)
+                writing = thread.submit(writer.write_batch, rows) if kept else None
                 bar.update(sum(len(text.tokens) for text in batch))
             if writing:
                 writing.result()
-        return FileEntry.of(temporary)
+        return FileEntry.of(temporary), left_out
 
 
 @torch.inference_mode()
 def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.RecordBatch:
-    """Rows of the store. On a GPU everything but the stored bytes stays there."""
+    """Rows of the store, of the texts whose features are finite. On a GPU all but the stored bytes stays there."""
     lengths = [len(text.tokens) for text in batch]
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
     columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
-    greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies above, too
+    greedy, finite = _greedy(reader.target.embed_head, read, batch).cpu()  # waits for the copies above, too
     rows = {
         "id": [text.id for text in batch],
         "conversation": [text.conversation for text in batch],
@@ -121,7 +126,8 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
         "spans": [[edge for span in text.spans for edge in span] for text in batch],
         "draws": [[json.dumps(draw) for draw in text.draws] for text in batch],
     } | {name: _binary(joined, lengths) for name, joined in columns.items()}
-    return pa.RecordBatch.from_pydict(rows, schema=schema(reader.layers))
+    written, kept = pa.RecordBatch.from_pydict(rows, schema=schema(reader.layers)), finite.split(lengths)
+    return written if finite.all() else written.filter(pa.array([bool(row.all()) for row in kept]))
 
 
 def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
@@ -131,14 +137,20 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(embed_head: EmbedHead, features: Tensor, batch: list[TokenizedText]) -> Tensor:
-    """(tokens,): the target's most likely next token at every slot before an assistant's token; elsewhere -1."""
+def _greedy(embed_head: EmbedHead, read: TextFeatures, batch: list[TokenizedText]) -> Tensor:
+    """(2, tokens): the target's most likely next token at every slot before an assistant's token, elsewhere -1; and
+    whether all that the target computed at a slot is finite.
+    """
+    features = read.features
     greedy = torch.full(features.shape[:1], -1, device=features.device)
+    finite = features.isfinite().all(-1) & read.layers.isfinite().flatten(1).all(-1)
     for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:
             slots = slice(first + max(start, 1) - 1, first + stop - 1)  # no slot lies before a text's first token
-            greedy[slots] = embed_head.logits(features[slots]).max(-1).indices
-    return greedy
+            best = embed_head.logits(features[slots]).max(-1)
+            greedy[slots] = best.indices
+            finite[slots] &= best.values.isfinite()
+    return torch.stack([greedy, finite])
 
 
 # --- opening ---

@@ -25,7 +25,7 @@ from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
 from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import open_shard
-from poss_lightning.features.texts import SampleSource
+from poss_lightning.features.texts import SampleSource, describe_overflow
 from poss_lightning.target.spec import EmbedHead
 
 
@@ -85,6 +85,7 @@ class FeatureStore(SampleSource):
         edges, offsets = column.values.to_numpy().reshape(-1, 2), column.offsets.to_pylist()
         self.spans = [edges[start // 2 : stop // 2] for start, stop in itertools.pairwise(offsets)]
         self.target = self.manifest.target
+        self._unchecked = any(manifest.left_out is None for manifest in manifests)
         self._dtype = getattr(torch, self.manifest.dtype)
         self.layers = self.manifest.layers if layers is None else layers
         if missing := [layer for layer in self.layers if layer not in self.manifest.layers]:
@@ -103,13 +104,17 @@ class FeatureStore(SampleSource):
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         features = self._vectors(columns, row, "features", 1)[:, 0]
+        layers = self._inner(columns, row) if self.layers else features.new_empty(len(tokens), 0, features.shape[1])
+        if self._unchecked and not (features.isfinite().all() and layers.isfinite().all()):
+            bad = describe_overflow([self.ids[index]], len(self), self.manifest.dtype)
+            raise StoreError(f"{', '.join(map(str, self.folders))}: {bad}. Extract again, which leaves such texts out")
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
             torch.from_numpy(greedy),
             [tuple(span) for span in self.spans[index].tolist()],
             features,
-            self._inner(columns, row) if self.layers else features.new_empty(len(tokens), 0, features.shape[1]),
+            layers,
             [draw and Draw.of(draw) for draw in map(json.loads, columns["draws"][row].as_py())],
         )
 

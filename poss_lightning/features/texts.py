@@ -17,6 +17,7 @@ from poss_lightning.target.spec import TargetSpec
 from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
+NAMED = 8  # texts that a message names
 logger = logging.getLogger(__name__)
 
 
@@ -45,9 +46,9 @@ class SampleSource:
         raise NotImplementedError
 
     def digest(self, index: int) -> int:
-        """32 bits of a sample up to the end of its first answer, whatever its id: a draft keeps those it trained on."""
+        """64 bits of a sample up to the end of its first answer, whatever its id: a draft keeps those it trained on."""
         tokens, spans = self.tokens(index), self.spans[index]
-        return int.from_bytes(_digest(tokens[: spans[0][1]] if len(spans) else tokens)[:4], "little")
+        return int.from_bytes(_digest(tokens[: spans[0][1]] if len(spans) else tokens)[:8], "little")
 
     @cached_property
     def origins(self) -> list[str]:
@@ -75,11 +76,18 @@ class SampleSource:
             return most_frequent(count_tokens(answers, vocabulary), size)
 
     def root_mean_square(self) -> Tensor:
-        """Root mean square of every dimension of what a draft reads, over some samples: (R,) float32."""
+        """Root mean square of every dimension of what a draft reads, over some samples: (R,) float32.
+
+        Raises:
+            ValueError: none of them is finite.
+        """
         squares, count = torch.zeros((), dtype=SUMS), 0
         for index in range(0, len(self), max(1, len(self) // STATISTICS)):
             rows = self.draft_input(index)
-            squares, count = squares.to(rows.device) + rows.float().square().sum(0, dtype=SUMS), count + len(rows)
+            if rows.isfinite().all():
+                squares, count = squares.to(rows.device) + rows.float().square().sum(0, dtype=SUMS), count + len(rows)
+        if not count:
+            raise ValueError(f"{self.target.name} gives no text features that are finite: choose another dtype")
         return (squares / count).sqrt().float().cpu()
 
 
@@ -97,6 +105,13 @@ def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:
 
 def _digest(tokens: np.ndarray) -> bytes:
     return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).digest()
+
+
+def describe_overflow(names: list[str], total: int, dtype: str) -> str:
+    """How many texts, and which, have features that are not finite in a target's dtype; and what to do."""
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    cause = "use --dtype bfloat16 or float32" if dtype == "float16" else "are the target's files damaged?"
+    return f"{len(names)} of {total} texts whose features are not finite in {dtype}: {shown}; {cause}"
 
 
 def warn_of_training(who: str, trained_on: frozenset[int], source: SampleSource, indices: Iterable[int]) -> str | None:

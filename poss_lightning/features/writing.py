@@ -29,6 +29,7 @@ from poss_lightning.features.manifest import (
     is_finished,
 )
 from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
+from poss_lightning.features.texts import describe_overflow
 from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.fingerprints import same_weights
@@ -38,7 +39,7 @@ from poss_lightning.work import Work, differences
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
 STORE_FILES = (UNFINISHED, MANIFEST)  # every store, finished or not, has one of them
-KWARGS = "chat_template_kwargs"
+KWARGS, LEFT_OUT = "chat_template_kwargs", "left_out"
 LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
 
@@ -96,13 +97,22 @@ def write_store(
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):
+            left_out = [name for path in shards for name in work.receipt(path.stem)[LEFT_OUT]]
+            if left_out:
+                message = describe_overflow(left_out, len(texts), target.dtype_name)
+                if strict or len(left_out) == len(texts):
+                    raise CorpusError(message)
+                logger.warning("left out %s", message)
+            lengths = {text.id: len(text.tokens) for text in texts}
+            kept = lengths.keys() - left_out
             remove_leftovers(folder, ANYWHERE)  # of killed processes, perhaps on other machines
             Manifest(
                 target=target.spec,
                 embed_head=_write_embed_head(folder, target),
                 shards=entries,
-                samples=len(texts),
-                tokens=sum(len(text.tokens) for text in texts),
+                samples=len(kept),
+                tokens=sum(lengths[name] for name in kept),
+                left_out=tuple(left_out),
                 **features,
             ).write(folder)
     work.clear()
@@ -142,7 +152,8 @@ def _write_missing(shards: dict[Path, Shard], work: Work, reader: Reader, stored
             if not _is_done(path, work):  # asked before the lock, which would leave a file in a finished store
                 with work.part(path.stem) as acquired:
                     if acquired and not _is_done(path, work):
-                        work.write_receipt(path.stem, asdict(write_shard(path, reader, batches, stored, bar)))
+                        entry, left_out = write_shard(path, reader, batches, stored, bar)
+                        work.write_receipt(path.stem, asdict(entry) | {LEFT_OUT: left_out})
                         continue
             bar.update(sizes[path])
 
@@ -154,6 +165,8 @@ def _is_done(path: Path, work: Work) -> bool:
 def _entry(path: Path, work: Work) -> FileEntry | None:
     """The entry of a shard that is there in the size of its receipt; else None."""
     if (receipt := work.receipt(path.stem)) is None or not path.exists():
+        return None
+    if receipt.pop(LEFT_OUT, None) is None:  # of a version that kept everything
         return None
     entry = FileEntry(**receipt)
     return entry if path.stat().st_size == entry.bytes else None

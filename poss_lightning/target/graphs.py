@@ -10,7 +10,7 @@ from torch import Tensor
 
 from poss_lightning.clock import Clock, Timer
 
-MOST = 32  # captures that are kept: each holds memory; a text needs one for every 512 tokens
+MOST = 32  # captures that are kept: each holds memory; a text needs one for every 512 tokens and size of tree
 Result = TypeVar("Result")
 Replays = list[tuple[str, Callable[[], None]]]  # the parts of some work by name, and how to do each again
 logger = logging.getLogger(__name__)

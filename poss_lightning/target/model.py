@@ -296,6 +296,8 @@ class Target(nn.Module):
         with self._as_decoded():
             output = self.model(tokens, use_cache=False, output_hidden_states=True)
         features, inner = self.text_layers(tokens, layers := tuple(range(1, self.config.num_hidden_layers)))
+        if not features.isfinite().all():
+            raise NotImplementedError(f"its features are not finite in {self.dtype_name}: choose a different dtype")
         logits, ours = output.logits.to(self.device), self.embed_head.logits(features)
         states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
         if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):

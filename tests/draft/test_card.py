@@ -19,7 +19,7 @@ REPO = "OWNER/draft"
 def for_target(target, name: str) -> Specialists:
     draft = tiny_draft(target, [1, 1], vocabulary=torch.arange(40))
     draft.config = replace(draft.config, target=replace(target.spec, name=name))
-    draft.trained_on = frozenset({5, 2**32 - 1})
+    draft.trained_on = frozenset({5, 2**64 - 1})
     return draft
 
 

@@ -88,6 +88,7 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     folder, data = trained
     known = Specialists.from_pretrained(folder / "draft-last").trained_on
     assert known == {data.source.digest(i) for i in data.train} and len(known) == len(data.train)
+    assert max(known) > 2**56, "of 32 bits, some of a million texts would be among others by chance"
     for number, source in enumerate((folder / "draft-last", folder / "last.ckpt")):
         export(str(source), str(tmp_path / str(number)), "bfloat16")
         assert Specialists.from_pretrained(tmp_path / str(number)).trained_on == known
