@@ -1,29 +1,23 @@
 """Files: written completely or not at all; read, and found, here or on the hub.
 
-Nothing that this package did not write is ever removed. Unfinished output is in a folder with the file `MARK`:
-`.poss.HOST.XXXXXXXX.tmp` beside what one process writes, and the folders of `work.py`. Only these are cleared.
+Nothing that this package did not write is ever removed. What is being written has the name `.poss.XXXXXXXX.NAME.tmp`
+beside NAME; a killed command leaves it, and anyone may remove it.
 """
 
 import errno
-import glob
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path, PureWindowsPath
-from tempfile import TemporaryFile, mkdtemp
 from typing import Any
 
-from filelock import FileLock, Timeout
-
-ANYWHERE = ".poss."  # how the names of temporary folders begin, on any machine
-PREFIX = f"{ANYWHERE}{socket.gethostname()}."
-MARK = "work.lock"  # in every folder that is ours to clear
+TEMPORARY = ".poss."  # how the names of what is being written begin
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 
 
@@ -31,16 +25,14 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a li
 def atomic(path: str | Path) -> Iterator[Path]:
     """Yield a temporary file, which becomes `path`, on disk, when the block ends without an error."""
     path = Path(path)
-    with _scratch_folder(path.parent) as folder:
-        temporary = folder / path.name
+    with _temporary(path) as temporary, _name_full_disk(path, temporary):
         temporary.touch()
         mode = temporary.stat().st_mode & 0o777
-        with _name_full_disk(path, temporary):
-            yield temporary
-            temporary.chmod(mode)  # the user's umask; some writers leave a file that only they may read
-            _sync(temporary)
-            os.replace(temporary, path)
-        _sync(path.parent)
+        yield temporary
+        temporary.chmod(mode)  # the user's umask; some writers leave a file that only they may read
+        _sync(temporary)
+        os.replace(temporary, path)
+    _sync(path.parent)
 
 
 @contextmanager
@@ -52,8 +44,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     check_new(path)
-    with _scratch_folder(path.parent) as folder:
-        temporary = folder / path.name
+    with _temporary(path) as temporary:
         temporary.mkdir()
         with _name_full_disk(path, temporary / "rest"):
             yield temporary
@@ -67,30 +58,23 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         except OSError:
             check_new(path)
             raise
-        _sync(path.parent)
+    _sync(path.parent)
 
 
 @contextmanager
-def _scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder, removed at the end, with a lock that shows that this process is alive."""
-    parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(parent)
-    lock = None
-    while lock is None:
-        folder = Path(mkdtemp(prefix=PREFIX, suffix=".tmp", dir=parent))
-        try:
-            lock = FileLock(folder / MARK).acquire()
-        except OSError as error:
-            with suppress(OSError):
-                folder.rmdir()
-            if not isinstance(error, FileNotFoundError | FileExistsError):  # else another process has just removed it
-                raise
-    with lock:
-        try:
-            yield folder
-        finally:
-            with suppress(OSError):
-                _remove(folder)
+def _temporary(path: Path) -> Iterator[Path]:
+    """Yield a new name beside `path`, and remove what has that name in the end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(4)}.{path.name}.tmp")
+    try:
+        yield temporary
+    finally:
+        _discard(temporary)
+
+
+def _discard(temporary: Path) -> None:
+    with suppress(OSError):
+        shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
 
 def remove(folder: Path, *names: str) -> None:
@@ -99,31 +83,6 @@ def remove(folder: Path, *names: str) -> None:
         path.unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
-
-
-def remove_leftovers(parent: Path, prefix: str = PREFIX) -> None:
-    """Remove the temporary folders of killed processes, whose locks nobody holds.
-
-    By default those of this machine alone: not every shared file system locks across machines.
-    """
-    for folder in parent.glob(f"{glob.escape(prefix)}*.tmp"):
-        with suppress(Timeout, OSError):
-            if (folder / MARK).is_file():
-                with FileLock(folder / MARK, blocking=False):
-                    _remove(folder)
-            else:
-                folder.rmdir()  # of a process that was killed before it had the lock, or while it removed this
-
-
-def _remove(folder: Path) -> None:
-    """Remove a temporary folder, its mark last."""
-    for each in folder.iterdir():
-        if each.is_dir():
-            shutil.rmtree(each, ignore_errors=True)
-        elif each.name != MARK:
-            each.unlink()
-    (folder / MARK).unlink()
-    folder.rmdir()
 
 
 def _sync(path: Path) -> None:
@@ -162,7 +121,6 @@ def _name_full_disk(path: Path, temporary: Path) -> Iterator[None]:
 def check_new(path: str | Path) -> None:
     """Raise FileExistsError if `path` exists; other errors as `check_name`."""
     if check_name(path):
-        remove_leftovers(Path(path).parent)
         raise FileExistsError(f"{path} is there already: choose another name or remove it")
 
 
@@ -198,15 +156,10 @@ def check_folder(path: str | Path, *ours: str) -> None:
         return
     if not Path(path).is_dir():
         raise FileExistsError(f"{path} is a file: name a folder")
-    remove_leftovers(Path(path))
     # In this order, as another process may finish it meanwhile.
-    if any(Path(path).iterdir()) and not any(_is_ours(Path(path) / name) for name in ours):
+    others = any(not name.startswith(TEMPORARY) for name in os.listdir(path))
+    if others and not any((Path(path) / name).exists() for name in ours):
         raise FileExistsError(f"{path} is not empty and holds nothing to resume: choose another folder")
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether it is a file, or a folder that has the mark or, as it is empty, is about to get it."""
-    return path.is_file() or (path.is_dir() and (not any(path.iterdir()) or (path / MARK).is_file()))
 
 
 def check_name(path: str | Path) -> bool:
@@ -214,7 +167,7 @@ def check_name(path: str | Path) -> bool:
 
     Raises:
         ValueError: the name is empty.
-        OSError: it cannot be written: the name is too long, it is below a file, or permission is missing.
+        OSError: the name is too long, or below a file; or permission is missing.
     """
     if not str(path).strip():
         raise ValueError(f"out is {str(path)!r}; it must be the name of what to write")
@@ -223,13 +176,8 @@ def check_name(path: str | Path) -> bool:
         return True
     except FileNotFoundError:
         nearest = next(parent for parent in Path(path).absolute().parents if parent.exists())
-    remove_leftovers(nearest)
-    try:
-        TemporaryFile(dir=nearest).close()  # permissions alone do not tell: root has them all, even in /proc
-    except OSError as error:
-        if error.errno in DISK_FULL:
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write") from error
+    if not os.access(nearest, os.W_OK):
+        raise PermissionError(f"{path} cannot be written: {nearest} is not yours to write")
     return False
 
 

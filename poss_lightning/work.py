@@ -16,8 +16,9 @@ from typing import Any
 
 from filelock import AcquireReturnProxy, FileLock, Timeout
 
-from poss_lightning.files import MARK, atomic, remove, remove_leftovers
+from poss_lightning.files import atomic, remove
 
+MARK = "work.lock"
 SETTINGS, RECEIPT, LOCK = "settings.json", ".part.json", ".part.lock"
 
 
@@ -28,7 +29,6 @@ class Work:
         self.folder = Path(folder)
         self.out = self.folder.parent if out is None else out
         self._lock = FileLock(self.folder / MARK)  # one object, as `claim` and `clear` may be called inside `exclusive`
-        remove_leftovers(self.folder.parent)
 
     @property
     def is_claimed(self) -> bool:
@@ -98,8 +98,7 @@ class Work:
         """
         if (self.folder / MARK).is_file():
             with self.exclusive():
-                remove_leftovers(self.folder)
-                remove(self.folder, f"*{RECEIPT}", f"*{LOCK}", SETTINGS, MARK)
+                remove(self.folder, f"*{RECEIPT}", f"*{LOCK}", f"*{SETTINGS}", MARK)
         remove(self.folder)
 
     def _is_foreign(self) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import save_file
 
 from poss_lightning import files
@@ -20,7 +19,7 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
     path = tmp_path / "new" / "file"
     with atomic(path) as temporary:
         temporary.write_text("complete")
-        assert temporary.parent.parent == path.parent and not path.exists()
+        assert temporary.parent == path.parent and not path.exists()
     for error in (RuntimeError("odd"), OSError(errno.EACCES, "not yours")):
         with pytest.raises(type(error)) as caught, atomic(path) as temporary:
             temporary.write_text("half")
@@ -30,36 +29,16 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path):
 
 
 @pytest.mark.parametrize("write", [atomic, atomic_folder])
-def test_the_next_writer_removes_what_a_killed_process_left(tmp_path, monkeypatch, write):
-    """Locked or not yet. But not what a living one writes, whose lock is held: here by this process."""
+def test_a_killed_process_leaves_one_temporary_name_that_hinders_nobody(tmp_path, monkeypatch, write):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), write(tmp_path / "first"):
-        patch.setattr(files, "_remove", lambda folder: None)
+        patch.setattr(files, "_discard", lambda temporary: None)
         raise KeyboardInterrupt
-    left = os.listdir(tmp_path)
-    assert len(left) == 1
-    (tmp_path / f"{files.PREFIX}unlocked.tmp").mkdir()
-    with write(tmp_path / "second"):
-        assert len(os.listdir(tmp_path)) == 1 and os.listdir(tmp_path) != left
-        with atomic(tmp_path / "third"):
-            assert len(os.listdir(tmp_path)) == 2
-    assert sorted(os.listdir(tmp_path)) == ["second", "third"]
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
-def test_a_folder_removed_by_another_process_while_it_is_locked_is_made_again(tmp_path, monkeypatch, error):
-    """A lock's mkdir fails in one of two ways, by when the folder goes."""
-    gone = [error("gone")]
-
-    class Lock(FileLock):
-        def acquire(self, *arguments, **options):
-            if gone:
-                raise gone.pop()
-            return super().acquire(*arguments, **options)
-
-    monkeypatch.setattr(files, "FileLock", Lock)
-    with atomic(tmp_path / "file") as path:
-        path.write_text("complete")
-    assert os.listdir(tmp_path) == ["file"] and not gone
+    (left,) = os.listdir(tmp_path)
+    assert re.fullmatch(r"\.poss\.\w{8}\.first\.tmp", left)
+    files.check_folder(tmp_path)  # as if it were empty
+    with write(tmp_path / "first") as temporary:
+        assert temporary.name != left
+    assert sorted(os.listdir(tmp_path)) == sorted([left, "first"])
 
 
 @pytest.mark.parametrize("mask", [0o077, 0o002])
@@ -102,6 +81,12 @@ def test_a_full_disk_is_named_whatever_the_writer_raises(tmp_path, monkeypatch, 
         monkeypatch.setattr(Path, "open", refuse)
         raise error
     assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_of_another_user_is_named_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    with pytest.raises(PermissionError, match=rf"^{tmp_path}/a/b cannot be written: {tmp_path} is not yours to write"):
+        files.check_new(tmp_path / "a" / "b")
 
 
 def test_of_two_writers_the_first_has_the_folder_and_the_last_the_file(tmp_path):

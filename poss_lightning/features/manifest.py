@@ -30,9 +30,9 @@ class FileEntry:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> "FileEntry":
-        """The entry of an existing file, all of which is read."""
-        return cls(path.name, path.stat().st_size, sha256(path))
+    def of(cls, path: Path, name: str) -> "FileEntry":
+        """The entry of an existing file, all of which is read, and which will have this name."""
+        return cls(name, path.stat().st_size, sha256(path))
 
 
 @dataclass(frozen=True, kw_only=True)

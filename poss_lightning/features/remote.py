@@ -36,7 +36,7 @@ def local_copy(address: str | Path) -> Path:
                     continue
                 with atomic(copy) as path:
                     files.get_file(f"{root}/{part}", str(path))
-                    if FileEntry.of(path) != entry:
+                    if FileEntry.of(path, part) != entry:
                         raise StoreError(f"{name}/{part} arrived changed: its digest is not the manifest's")
             if not is_finished(folder):
                 with atomic(folder / MANIFEST) as path:

@@ -106,7 +106,7 @@ def write_shard(
                 bar.update(sum(len(text.tokens) for text in batch))
             if writing:
                 writing.result()
-        return FileEntry.of(temporary), left_out
+        return FileEntry.of(temporary, path.name), left_out
 
 
 @torch.inference_mode()

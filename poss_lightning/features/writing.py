@@ -30,7 +30,7 @@ from poss_lightning.features.manifest import (
 )
 from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
 from poss_lightning.features.texts import describe_overflow
-from poss_lightning.files import ANYWHERE, atomic, check_folder, remove_leftovers
+from poss_lightning.files import atomic, check_folder
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
@@ -105,7 +105,6 @@ def write_store(
                 logger.warning("left out %s", message)
             lengths = {text.id: len(text.tokens) for text in texts}
             kept = lengths.keys() - left_out
-            remove_leftovers(folder, ANYWHERE)  # of killed processes, perhaps on other machines
             Manifest(
                 target=target.spec,
                 embed_head=_write_embed_head(folder, target),
@@ -178,7 +177,7 @@ def _write_embed_head(folder: Path, target: Target) -> FileEntry:
         state["head"] = target.embed_head.head.cpu().contiguous()
     with atomic(folder / EMBED_HEAD) as path:
         save_file(state, path)
-    return FileEntry.of(folder / EMBED_HEAD)
+    return FileEntry.of(folder / EMBED_HEAD, EMBED_HEAD)
 
 
 # --- the plan ---

@@ -31,7 +31,7 @@ def bucket(finished, tmp_path, monkeypatch):
 def copied(monkeypatch) -> list[str]:
     """Names of the files that are copied from now on."""
     entry, names = remote.FileEntry.of, []
-    monkeypatch.setattr(remote.FileEntry, "of", lambda path: names.append(path.name) or entry(path))
+    monkeypatch.setattr(remote.FileEntry, "of", lambda path, name: names.append(name) or entry(path, name))
     return names
 
 

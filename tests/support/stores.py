@@ -31,8 +31,9 @@ def make_conversations(count: int = 24, seed: int = 0) -> list[Conversation]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file, hidden ones too."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Every file, hidden ones too, but what a killed process was writing."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(files.TEMPORARY))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def dies_at(monkeypatch, name: str, when: str) -> None:
         if not dies or when == "after":
             replace(source, destination)
         if dies:
-            monkeypatch.setattr(files, "_remove", lambda folder: None)
+            monkeypatch.setattr(files, "_discard", lambda temporary: None)
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", dying_replace)

@@ -14,6 +14,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
+from poss_lightning.files import TEMPORARY
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.export import load_checkpoint
 from tests.support.faults import KILLED, Child, Fault, Operation, fork
@@ -229,6 +230,8 @@ def result(folder: Path) -> dict[str, object]:
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
+        if TEMPORARY in name:  # what a killed command was writing
+            continue
         if path.name.startswith("events.out.tfevents."):
             scalars = read_scalars(path.parent)[str(path.parent)]
             points = {tag: dict(each) for tag, each in scalars.items()}
