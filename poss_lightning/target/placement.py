@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import get_max_memory
 from transformers import PreTrainedConfig
 
 from poss_lightning.machine import choose_device, free_bytes
@@ -44,7 +45,7 @@ def placement(
     needed = weight_bytes(folder, config, getattr(torch, dtype) if dtype else None)
     what = f"target {name!r} has {needed / GB:.1f} GB of weights in {dtype or 'the dtype of its files'}"
     if parallel == "layers" and device == "cuda":
-        return _spread(device, needed, what, spared)
+        return _spread(needed, what, spared)
     free = free_bytes(device)
     if free is not None and needed > free:
         more = "--parallel layers takes several GPUs" if device.startswith("cuda") else "use a machine with more"
@@ -60,9 +61,8 @@ def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | No
     return stored * (dtype.itemsize / kept.itemsize if dtype and kept else 1)
 
 
-def _spread(device: str, needed: float, what: str, spared: int | None) -> dict[str, Any]:
-    numbers = [number for number in range(torch.cuda.device_count()) if number != spared]
-    free = {number: int(FILLED * (free_bytes(f"{device}:{number}") or 0)) for number in numbers}
+def _spread(needed: float, what: str, spared: int | None) -> dict[str, Any]:
+    free = {gpu: int(FILLED * size) for gpu, size in get_max_memory().items() if gpu not in ("cpu", spared)}
     if not free:
         raise ValueError("parallel is layers, but there is one GPU, which the training needs: store the features first")
     there = sum(free.values())

@@ -67,13 +67,13 @@ def test_what_helps_depends_on_the_device(tiny_folder, monkeypatch):
     folder, config = Path(tiny_folder), AutoConfig.from_pretrained(tiny_folder)
     half = (folder / "model.safetensors").stat().st_size // 2
     monkeypatch.setattr(placement, "free_bytes", lambda device: half)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(placement, "get_max_memory", lambda: dict.fromkeys((0, 1, 2, 3, "cpu"), half))
     with pytest.raises(ValueError, match=r"cuda:1 has .*: --parallel layers takes several GPUs"):
         placement.placement("big", folder, config, "float32", "cuda:1", "none", None)
     fits = placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
     assert fits == {"device_map": "auto", "max_memory": dict.fromkeys((1, 2, 3), int(0.85 * half))}  # room for caches
     for gpus, words in ((3, "these 2 GPUs have .* use more GPUs"), (1, "there is one GPU, which the training needs")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(placement, "get_max_memory", lambda gpus=gpus: dict.fromkeys((*range(gpus), "cpu"), half))
         with pytest.raises(ValueError, match=words):
             placement.placement("big", folder, config, "float32", "cuda", "layers", 0)
 
