@@ -12,7 +12,7 @@ import jsonargparse
 import yaml
 from pydantic import ValidationError
 
-from poss_lightning.files import find_config
+from poss_lightning.files import conf_names, find_config
 from poss_lightning.ranges import describe_refusal
 
 FLAGS = ("--config", "-c")
@@ -36,14 +36,18 @@ def locate_configs(arguments: list[str]) -> list[str]:
     """The arguments with each `--config` file of conf/ as a path: an installed wheel has no conf/ beside its user.
 
     Raises:
-        ValueError: as `read_config`, which reads each file once so that a broken one is named.
+        ValueError: there is no such file; or as `read_config`, which reads each once so that a broken one is named.
     """
 
     def locate(name: str) -> str:
         try:
             return find_config(name)
-        except OSError:  # the parser reports the name that the user typed
-            return name
+        except OSError as error:
+            if name.startswith("{"):  # options in place of a file
+                return name
+            near = get_close_matches(name.removeprefix("conf/"), conf_names(), 1)
+            hint = f"did you mean {near[0]}?" if near else "`poss list` shows those of the package"
+            raise ValueError(f"--config {name}: there is no such file; {hint}") from error
 
     located = [
         locate(word) if before in FLAGS else re.sub("^--config=(.*)", lambda file: f"--config={locate(file[1])}", word)
@@ -126,7 +130,8 @@ def explain_option(
         places = [file for file in files if _has_option(read_config(file), option)]
         text += f"; it is set in {' and '.join(places)}" if places else ""
     if option not in known:
-        near = [name for name in known if name.endswith(f".{option}")] or get_close_matches(option, known, 1)
+        near = [name for name in known if name.endswith(f".{option}") or _initials(name) == option]
+        near = near or get_close_matches(option, known, 1)
         text += f"; did you mean {' or '.join(near)}?" if near else ""
     return ArgumentError(None, text)
 
@@ -135,6 +140,12 @@ def _first_cause(error: Exception) -> Exception:
     """The error that led to this one: of an option with several types, that of the first."""
     cause = error.__cause__
     return _first_cause(cause) if isinstance(cause, ValueError | TypeError | ArgumentError) else error
+
+
+def _initials(option: str) -> str:
+    """`model.learning_rate` -> `model.lr`."""
+    group, dot, name = option.rpartition(".")
+    return group + dot + "".join(word[:1] for word in name.split("_"))
 
 
 def _has_option(options: object, option: str) -> bool:

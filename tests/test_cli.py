@@ -35,6 +35,11 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*FIT, "two"), "model.allocation: Expected a <class 'list'>. Got value: two (poss fit --help"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; it is set in"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it is set in {inputs}/group.yaml; did you mean model."),
+    (
+        (*FIT[:1], "--config", "draft/has.yaml"),
+        "--config draft/has.yaml: there is no such file; did you mean draft/hass.y",
+    ),
+    ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),
     (("compare", "a", "b"), "unrecognized arguments: b; several values of an option are given as [a,b]"),
     (("replay", "out", "--store", "{inputs}/store"), "store is given by its place, without --store: see the usage"),
     ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML, line 2: found character '\\t'"),

@@ -10,6 +10,7 @@ from tests.support.steps import difference, plain_steps, weights, write_initial
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]  # on the CPU tests/training/test_strategies.py says more
 PROCESSES = [
     pytest.param(1, ["one"], id="alone"),
+    pytest.param(1, ["zero1", "zero2", "zero3"], id="ZeRO alone", marks=needs_deepspeed),
     pytest.param(2, ["ddp"], id="DDP"),
     pytest.param(2, ["zero1", "zero2", "zero3"], id="ZeRO", marks=needs_deepspeed),
 ]
