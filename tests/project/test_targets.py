@@ -137,7 +137,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeyp
         elif line[0] == "cp":
             assert Path(line[1]).is_file()
             made |= {line[2], str(Path(line[2]).parent)}
-    assert ran >= COMMANDS and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
+    assert ran >= COMMANDS and f"experiments/{target}/choice=poss3/seed=0/draft-last" in made
 
 
 def sweep_reads(name: str, made: set[str]) -> list[str]:
