@@ -18,6 +18,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
 from poss_lightning.training.module import SpecialistTraining
+from tests.support.documents import ROOT, commands, shell
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import write_target
 
@@ -111,14 +112,16 @@ def shuffled(state: State) -> State:
     }
 
 
+@pytest.mark.nightly
 def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(learnt, examine, tmp_path):
     assert causes(examine(planted(learnt["eagle3"], tmp_path / "shuffled", shuffled))) == [FOREIGN]
     other = write_target(tmp_path / "other", seed=1, num_hidden_layers=8)
     assert causes(examine(learnt["eagle2"], target=other)) == [FOREIGN]
-    assert examine(learnt["eagle2"], target=write_target(tmp_path / "wide", hidden_size=64)).splitlines() == [
-        "hidden_size is 32, and " + str(tmp_path / "wide") + " has 64",
-        FOREIGN,
-    ]
+
+
+def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
+    wide = write_target(tmp_path / "wide", hidden_size=64)
+    assert examine(learnt["eagle2"], target=wide).splitlines()[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
 
 
 def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path, examine, prompts):
@@ -152,3 +155,19 @@ def test_counters_of_engines_are_read(tmp_path):
         (tmp_path / f"{number}.json").write_text(content)
         reached, passed = served_counts(str(tmp_path / f"{number}.json"))
         assert (reached.tolist(), passed.tolist()) == ([[10, 6]], [[6, 2]])
+
+
+def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_folder, tmp_path):
+    """On a draft whose file names layers that are one too high; the draft that it writes reads the right ones."""
+    high = planted(learnt["eagle3"], tmp_path / "high", inner_layers=(3, 5, 6))
+    convert(high, tmp_path / "served", "--output_format", "vllm")
+    (command,) = commands(shell((ROOT / "docs" / "doctor.md").read_text()), T=deep_folder)
+    verb, draft, *words = command.words
+    printed = examine(tmp_path / draft, *words)
+    assert verb == "doctor" and "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5: position 1 from" in printed
+    assert 'for vllm: "eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in printed
+    fixed, healthy = (Specialists.from_pretrained(each) for each in (tmp_path / "fixed", learnt["eagle3"]))
+    assert fixed.config.layers == healthy.config.layers
+    state, own = fixed.state_dict(), healthy.state_dict()
+    assert torch.allclose(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
+    assert all(torch.equal(value, own[name]) for name, value in state.items())
