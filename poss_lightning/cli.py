@@ -30,6 +30,7 @@ TOOLS = {
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
+    "doctor": ("poss_lightning.doctor.command", "why a draft accepts less than it should, and what to change"),
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),

@@ -81,16 +81,26 @@ def _load_ours(source: str) -> Draft:
 
 def _load_published(source: str, input_format: str, given: list[int] | None, target: str) -> tuple[Draft, Target]:
     """A draft in a published format, and its target, which is loaded once the files are known to agree."""
+    published, tensors, layout, allocation = read_published(source, input_format, given)
+    loaded = Target.load(target, dtype=None, device="cpu")
+    with _prefix_errors(_mismatch(source, input_format)):
+        return parse_published(published, tensors, layout, allocation, loaded), loaded
+
+
+def read_published(
+    source: str, input_format: str, given: list[int] | None
+) -> tuple[dict[str, Any], dict[str, Tensor], Layout, list[int]]:
+    """The files of a published draft: config.json on one level, tensors, layout and allocation."""
     folder = fetch(source, "draft", checkpoints.FILES)
     stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
-    mismatch = f"{source} does not fit --input_format {input_format}"
-    with _prefix_errors(mismatch):
+    with _prefix_errors(_mismatch(source, input_format)):
         layout = _find_input_layout(input_format, stored, tensors)
         published = speculators.flatten(stored) if layout.nested else stored
-        allocation = _find_allocation(layout, given, stored, tensors)
-    loaded = Target.load(target, dtype=None, device="cpu")
-    with _prefix_errors(mismatch):
-        return parse_published(published, tensors, layout, allocation, loaded), loaded
+        return published, tensors, layout, _find_allocation(layout, given, stored, tensors)
+
+
+def _mismatch(source: str, input_format: str) -> str:
+    return f"{source} does not fit --input_format {input_format}"
 
 
 def parse_published(

@@ -212,13 +212,9 @@ class Target(nn.Module):
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
 
-        Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The last one is
-        not among them: after the norm it is the feature.
-
-        Raises:
-            ValueError: there is no such layer.
+        Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The output of
+        the last one is the feature before the final norm.
         """
-        self.check_layers(layers)
         with self._as_decoded(), self._kept(layers) as inner:
             output = self._base_forward(None, input_ids=tokens)
         features = output.last_hidden_state.to(self.device)
@@ -226,7 +222,7 @@ class Target(nn.Module):
         return features, torch.stack([inner[i] for i in layers], dim=2) if layers else none
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Raise ValueError where `text_layers` cannot give one of them."""
+        """Raise ValueError where a store cannot keep one of them; the last one, after the norm, is the feature."""
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")

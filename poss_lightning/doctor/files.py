@@ -1,0 +1,123 @@
+"""A draft's files as they are: the reading that `poss convert` would take, and what they say beside the target."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import isclose
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from poss_lightning.doctor.readings import Reading
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.interop import settings
+from poss_lightning.interop.convert import parse_published, read_published
+from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout
+from poss_lightning.target.model import Target
+
+Repair = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+KEY, LAYERS, SIZES = "config.json: ", "layers of the target", 5
+# How `poss convert` words what it refuses, and how the content of config.json, or the tensors, are read instead.
+REPAIRS: dict[str, Repair] = {
+    TO_TARGET: lambda said, kept: kept.update({TO_TARGET: kept[TO_TARGET] - torch.arange(len(kept[TO_TARGET]))}),
+    TO_DRAFT: lambda said, kept: kept.pop(TO_DRAFT),
+    EMBEDDING: lambda said, kept: kept.pop(EMBEDDING),
+    HEAD: lambda said, kept: kept.pop(HEAD),
+    "fc_norm": lambda said, kept: said.update(fc_norm=True),
+    "input_norm": lambda said, kept: said.update(norm_before_fc=True),
+    KEY + settings.LAYER_IDS: lambda said, kept: said.update({settings.LAYER_IDS: None, "eagle_config": None}),
+    KEY + "partial_rotary_factor": lambda said, kept: said.update(partial_rotary_factor=1, rope_parameters=None),
+    KEY + "rope_scaling": lambda said, kept: said.update(rope_scaling=None, rope_parameters=None),
+}
+
+
+class ForeignDraft(ValueError):
+    """A draft whose sizes are of a different target."""
+
+
+class Draft(NamedTuple):
+    """A draft as it was found."""
+
+    reading: Reading
+    said: dict[str, Any]  # its config.json, on one level
+    refused: list[str]  # what `poss convert` refuses
+
+
+def load(source: str, input_format: str, allocation: list[int] | None, target: Target) -> Draft:
+    """Read a draft of any format as it is; raises ForeignDraft, or the errors of `poss convert`."""
+    refused, frozen = [], {}
+    if input_format == "ours":
+        draft = Specialists.from_pretrained(source)
+        config, state = draft.config, draft.state_dict()
+        said = settings.publish(config, find_layout("vllm", config), state, target.embed_head.tied)
+        _check_sizes(said | {LAYERS: config.target.layers}, target)
+    else:
+        said, tensors, layout, runs = read_published(source, input_format, allocation)
+        _check_sizes(said, target)
+        read, kept, config = dict(said), dict(tensors), None
+        while config is None:
+            try:
+                config, state = parse_published(read, kept, layout, runs, target)
+            except ValueError as error:
+                repair = next((REPAIRS[words] for words in REPAIRS if str(error).startswith(words)), None)
+                if repair is None or str(error) in refused:
+                    raise
+                refused.append(str(error))
+                repair(read, kept)
+        frozen = {name: tensors[name] for name in (EMBEDDING, HEAD) if name in tensors and name not in kept}
+    if config.vocabulary_size is None:
+        state.pop("vocabulary", None)
+    state, frozen = (
+        {
+            name: value.to(target.device, target.dtype if value.is_floating_point() else None)
+            for name, value in own.items()
+        }
+        for own in (state, frozen)
+    )
+    sources = config.layers or (target.spec.layers + 1,)
+    return Draft(Reading(target, config, state, frozen, target.embed_head, sources), said, refused)
+
+
+def _own(target: Target) -> dict[str, Any]:
+    """The target's values of a draft's config.json: first the sizes without which no draft is of this target."""
+    spec, rope = target.spec, getattr(target.config, "rope_parameters", None) or {}
+    return {
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        LAYERS: spec.layers,
+        "rope_theta": spec.rope_theta,
+        "rope_type": rope.get("rope_type", "default"),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
+        "rms_norm_eps": spec.norm_eps,
+        "max_position_embeddings": spec.context,
+        "torch_dtype": target.dtype_name,
+    }
+
+
+def _check_sizes(said: dict[str, Any], target: Target) -> None:
+    for name, own in [*_own(target).items()][:SIZES]:
+        if said.get(name, own) not in (None, own):
+            raise ForeignDraft(f"{name} is {said[name]}, and {target.spec.name} has {own}")
+
+
+def facts(draft: Draft) -> list[str]:
+    """A table of the draft's config beside the target's, and what `poss convert` refuses."""
+    config, target = draft.reading.config, draft.reading.target
+    said = draft.said | settings.mapping(draft.said, "rope_parameters") | settings.mapping(draft.said, "rope_scaling")
+    usual = replace(config, inner_layers=None).layers or "the feature"
+    pairs = {name: (said.get(name), own) for name, own in _own(target).items()}
+    pairs |= {name: (getattr(config.target, name), getattr(target.spec, name)) for name in ("fingerprint", "template")}
+    pairs |= {"layers, from 1": (config.layers or usual, usual), "allocation": (config.allocation, "")}
+    lines = [f"{name:24} {theirs!s:>34} {own!s:>34}  {_verdict(theirs, own)}" for name, (theirs, own) in pairs.items()]
+    return [
+        f"{'':24} {'draft':>34} {'target, or usual':>34}",
+        *lines,
+        *(f"read otherwise: {each}" for each in draft.refused),
+    ]
+
+
+def _verdict(theirs: Any, own: Any) -> str:
+    same = theirs == own or (isinstance(theirs, float) and isclose(theirs, own, rel_tol=1e-6))
+    return "not said" if theirs is None else "" if own == "" else "ok" if same else "differs"

@@ -1,0 +1,173 @@
+"""`poss doctor` names what is wrong with a draft, and nothing where nothing is."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from poss_lightning.doctor.command import FOREIGN, NOTHING
+from poss_lightning.doctor.measure import replayed, served_counts, unrolled
+from poss_lightning.doctor.readings import Reading
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import collate
+from poss_lightning.features.writing import write_store
+from poss_lightning.training.module import SpecialistTraining
+from tests.support.documents import ROOT, commands, shell
+from tests.support.talks import SIZES, talks
+from tests.support.tiny import write_target
+
+State = dict[str, Tensor]
+
+
+def planted(source: Path, folder: Path, other: Callable[[State], State] = dict, **config) -> Path:
+    """A copy of a draft with other tensors, and with other fields of its config."""
+    draft = Specialists.from_pretrained(source)
+    draft.load_state_dict(draft.state_dict() | other(draft.state_dict()))
+    draft.config = replace(draft.config, **config)
+    draft.save_pretrained(folder)
+    return folder
+
+
+def causes(printed: str) -> list[str]:
+    """The lines that name a cause, or that say that there is none."""
+    lines = printed.split("\n\n")[-1].splitlines()
+    return [line for line in lines if not line.startswith("config.json")]
+
+
+def halves(*names: str) -> Callable[[State], State]:
+    """The halves of these matrices exchanged."""
+    return lambda state: {name: state[name].roll(state[name].shape[-1] // 2, -1) for name in names}
+
+
+def by_head(order: list[int], *names: str) -> Callable[[State], State]:
+    """Another order of the dimensions of each head."""
+    return lambda state: {name: state[name].unflatten(0, (-1, 8))[:, order].flatten(0, 1) for name in names}
+
+
+def exchanged(one: str, two: str) -> Callable[[State], State]:
+    return lambda state: {one: state[two], two: state[one]}
+
+
+INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
+QK, MLP = ("layers.0.q_proj.weight", "layers.0.k_proj.weight"), ("layers.0.gate_proj.weight", "layers.0.up_proj.weight")
+INPUT = ("layers.0.q_proj.weight", "layers.0.k_proj.weight", "layers.0.v_proj.weight")
+FAULTS = [  # kind, words that name the cause, tensors, config
+    ("eagle2", "feature before embedding", halves("fc.weight"), {}),
+    ("eagle2", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
+    ("eagle2", "rotary pairs side by side", by_head(INTERLEAVED, *QK), {}),
+    ("eagle2", "gate and up exchanged", exchanged(*MLP), {}),
+    ("eagle2", "weights of norms less 1", lambda s: {"layers.0.norm.weight": s["layers.0.norm.weight"] - 1}, {}),
+    ("eagle3", "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5", dict, {"inner_layers": (3, 5, 6)}),
+    ("eagle3", "layer numbers +1, inner_layers 1, 3, 4 → 2, 4, 5", dict, {"inner_layers": (1, 3, 4)}),
+    ("eagle3", "layers in another order, inner_layers 5, 4, 2 → 2, 4, 5", dict, {"inner_layers": (5, 4, 2)}),
+    ("eagle3", "norm_before_residual, norm_before_residual True → False", dict, {"norm_before_residual": True}),
+    ("eagle3", "feature before embedding", halves(*INPUT), {}),
+    (
+        "eagle3",
+        "norms of embedding and feature",
+        exchanged("layers.0.input_norm.weight", "layers.0.hidden_norm.weight"),
+        {},
+    ),
+    ("eagle3", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
+    ("block", "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5", dict, {"inner_layers": (3, 5, 6)}),
+    ("block", "layers in another order", dict, {"inner_layers": (4, 2, 5)}),
+    ("block", "length of the block", dict, {"depth": 5, "allocation": (5,)}),
+    ("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
+    ("block", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
+]
+USUAL = (0, 5, 12)  # in `make test`
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "block"])
+def test_a_healthy_draft_is_not_accused(kind, learnt, examine):
+    assert causes(examine(learnt[kind])) == [NOTHING]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "other", "config"),
+    [pytest.param(*fault, marks=[] if i in USUAL else pytest.mark.nightly) for i, fault in enumerate(FAULTS)],
+)
+def test_a_planted_fault_is_named_first(kind, words, other, config, learnt, examine, tmp_path):
+    assert causes(examine(planted(learnt[kind], tmp_path / "draft", other, **config)))[0].startswith(words)
+
+
+@pytest.mark.nightly
+def test_two_faults_are_found_one_after_the_other(learnt, examine, tmp_path):
+    draft = planted(learnt["eagle3"], tmp_path / "draft", dict, inner_layers=(3, 5, 6), norm_before_residual=True)
+    first, second = sorted(causes(examine(draft)))
+    assert first.startswith("layer numbers -1") and second.startswith("norm_before_residual")
+
+
+def shuffled(state: State) -> State:
+    return {
+        name: value.flatten()[torch.randperm(value.numel())].view_as(value)
+        for name, value in state.items()
+        if value.ndim > 1
+    }
+
+
+@pytest.mark.nightly
+def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(learnt, examine, tmp_path):
+    assert causes(examine(planted(learnt["eagle3"], tmp_path / "shuffled", shuffled))) == [FOREIGN]
+    other = write_target(tmp_path / "other", seed=1, num_hidden_layers=8)
+    assert causes(examine(learnt["eagle2"], target=other)) == [FOREIGN]
+
+
+def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
+    wide = write_target(tmp_path / "wide", hidden_size=64)
+    assert examine(learnt["eagle2"], target=wide).splitlines()[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
+
+
+def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path, examine, prompts):
+    """To the digit: the same sums of a validation, and the same rounds."""
+    write_store(tmp_path / "store", deep, talks()[:8], layers=(2, 4, 5), **SIZES)
+    store = FeatureStore(tmp_path / "store")
+    samples, draft = [store[i] for i in range(len(store))], Specialists.from_pretrained(learnt["eagle3"])
+    reading = Reading(deep, draft.config, draft.state_dict(), {}, deep.embed_head, draft.config.layers)
+    training = SpecialistTraining(
+        str(tmp_path / "store"), [3], kind="eagle3", depth=2, start_from=str(learnt["eagle3"])
+    )
+    training.validation_step(collate([[sample] for sample in samples]))
+    validated, counts = training.val_metrics.acceptance, unrolled(reading, samples)
+    assert [each.sum(0).tolist() for each in counts] == [validated.reached.tolist(), validated.passed.tolist()]
+    rounds = replay_rounds(draft, deep.embed_head, samples, depth=3, nodes=4, tree_width=1)
+    accepted = [count for own in rounds for answer in own for count in answer]
+    assert replayed(reading, samples).tau().values[0] == pytest.approx(1 + sum(accepted) / len(accepted), rel=1e-12)
+
+
+def test_counters_of_engines_are_read(tmp_path):
+    """vLLM's /metrics of two engines, its `get_metrics()`, and answers with their rounds, which are the same."""
+    name = "vllm:spec_decode_num"
+    text = f'# TYPE {name}_drafts_total counter\n{name}_drafts_created{{engine="0"}} 1.7e9\n'
+    for engine, drafts, places in ((0, 6, (4, 1)), (1, 4, (2, 1))):
+        text += f'{name}_drafts_total{{engine="{engine}",model_name="m-7"}} {drafts}.0\n'
+        for place, count in enumerate(places):
+            text += f'{name}_accepted_tokens_per_pos_total{{engine="{engine}",position="{place}"}} {count}.0\n'
+    listed = [{"name": f"{name}_drafts", "value": 10}, {"name": f"{name}_accepted_tokens_per_pos", "values": [6, 2]}]
+    histogram = {"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [4, 4, 2]}}}
+    for number, content in enumerate((text, json.dumps(listed), json.dumps(listed, indent=1), json.dumps(histogram))):
+        (tmp_path / f"{number}.json").write_text(content)
+        reached, passed = served_counts(str(tmp_path / f"{number}.json"))
+        assert (reached.tolist(), passed.tolist()) == ([[10, 6]], [[6, 2]])
+
+
+def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_folder, tmp_path):
+    """On a draft whose file names layers that are one too high; the draft that it writes reads the right ones."""
+    high = planted(learnt["eagle3"], tmp_path / "high", inner_layers=(3, 5, 6))
+    convert(high, tmp_path / "served", "--output_format", "vllm")
+    (command,) = commands(shell((ROOT / "docs" / "doctor.md").read_text()), T=deep_folder)
+    verb, draft, *words = command.words
+    printed = examine(tmp_path / draft, *words)
+    assert verb == "doctor" and "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5: position 1 from" in printed
+    assert 'for vllm: "eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in printed
+    fixed, healthy = (Specialists.from_pretrained(each) for each in (tmp_path / "fixed", learnt["eagle3"]))
+    assert fixed.config.layers == healthy.config.layers
+    state, own = fixed.state_dict(), healthy.state_dict()
+    assert torch.allclose(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
+    assert all(torch.equal(value, own[name]) for name, value in state.items())
