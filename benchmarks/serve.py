@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measure import write
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.records import Record, Source, read_sources, to_line
 from poss_lightning.evaluation.suites import read_suites
@@ -201,7 +201,7 @@ def prompts_of(source: Source, target: Target) -> list[Prompt]:
 def serve_draft(name: str, run: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Arguments with which vLLM drafts like a method of a benchmark's run.json, and the method's facts."""
     address, depth = run["config"]["drafts"][name], run["methods"][name]["depth"]
-    draft = Specialists.from_pretrained(address)
+    draft = load_draft(address)
     convert(address, str(folder / name), output_format="vllm", target=run["config"]["target"])
     speculation = {"method": METHODS[draft.config.kind], "model": str(folder / name), "num_speculative_tokens": depth}
     facts = {"depth": depth, "nodes": depth + 1, "tree_width": 1, **describe_draft(draft)}

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from poss_lightning.draft.folder import SHIPPED
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation import cell as module
 from poss_lightning.evaluation.cell import PlannedCell
 from poss_lightning.evaluation.cells import packed_cells
@@ -126,7 +126,7 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     sweep(folder)
     weights = []
     for seed in (3, 4):
-        draft = Specialists.from_pretrained(tmp_path / f"cells/one/seed-{seed}/draft-last")
+        draft = load_draft(tmp_path / f"cells/one/seed-{seed}/draft-last")
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
         (cell,) = packed_cells(tmp_path / f"cells/one/seed-{seed}")
@@ -233,7 +233,7 @@ def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stor
         commands.failing[f"{command} one/seed-0"] = ValueError("no step")
         with pytest.raises(ValueError, match="1 of 1 trainings failed"):
             sweep(experiment(**begun))
-    assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
+    assert load_draft(cell / "draft-last").config.allocation == (1,)
     (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
     (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
     sweep(experiment(**given, replay={"store": copy, "nodes": 9}))

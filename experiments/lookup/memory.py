@@ -24,7 +24,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP, Lookup
 from poss_lightning.decoding.trees import Tree, rerank
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.stored import Answer, find_answers
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.reports.statistics import Jackknife, compare_means, interval, leave_one_out, mean_over
@@ -128,8 +128,8 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("--draft", default="embedded-hass")
     options = parser.parse_args()
-    draft = Specialists.from_pretrained(options.draft).eval()
-    store = FeatureStore(options.store).select(draft.config.layers)
+    draft = load_draft(options.draft).eval()
+    store = FeatureStore(options.store).select(draft.config.aux_layers)
     head: EmbedHead = store.embed_head().to("cpu", torch.float32)
     drafter = Drafter(draft, head, DEPTH, TREE_WIDTH)
     earlier, table = torch.zeros(0, dtype=torch.long), dict[int, int]()

@@ -28,6 +28,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe_draft, provenance
 from poss_lightning.evaluation.records import Record, to_line
@@ -146,7 +147,7 @@ def main() -> None:
     if options.table:
         return table(options.table)
     target, sampling = Target.load("embedded", device="cpu"), Sampling(options.temperature)
-    draft = Specialists.from_pretrained(options.draft).to(target.dtype).eval()
+    draft = load_draft(options.draft).to(target.dtype).eval()
     questions = read_suites(None, options.limit)
     samples = drawn(target, questions, options.max_new_tokens, sampling, options.seed)
     found, costs = dict(tqdm(replayed(draft, target, samples, options.scales), desc="replay", unit="rule")), {}

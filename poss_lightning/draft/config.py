@@ -1,13 +1,11 @@
 """What defines a draft: its target, its kind, which specialist serves which position, and whose keys it reads."""
 
 import json
-import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from poss_lightning.draft.layer import RopeScaling
-from poss_lightning.files import read_json
+from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
@@ -17,12 +15,6 @@ LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
-PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
-    "speculators_model_type": "speculators",
-    "dflash_config": "dflash",
-    "DFlashDraftModel": "dflash",
-    "draft_vocab_size": "eagle3",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +89,7 @@ class DraftConfig:
         if self.one_pass:
             self._check_block()
         self.check_depth(self.depth)
-        if self.reads_inner_layers and self.target.layers < LEAST_LAYERS:
+        if self.aux_layers and self.target.layers < LEAST_LAYERS:
             raise ValueError(
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {self.target.layers}"
@@ -128,11 +120,6 @@ class DraftConfig:
     # --- traits of its kind ---
 
     @property
-    def reads_inner_layers(self) -> bool:
-        """Whether it reads fused outputs of inner layers; else the target's feature itself."""
-        return self.kind != "eagle2"
-
-    @property
     def one_pass(self) -> bool:
         """Whether it drafts all positions at once, from masks, so that none reads a predicted feature."""
         return self.kind == "block"
@@ -158,8 +145,10 @@ class DraftConfig:
         return self.target.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose outputs, auxiliary hidden states, it reads, as `Target.text_layers` counts them.
+
+        () for none: then it reads the target's feature itself.
 
         By default those of EAGLE-3's published code: low, middle and high. Of a target with fewer than seven layers
         they are not in order, or not three.
@@ -167,12 +156,12 @@ class DraftConfig:
         if self.inner_layers is not None:
             return self.inner_layers
         count = self.target.layers
-        return (2, count // 2, count - 3) if self.reads_inner_layers else ()
+        return () if self.kind == "eagle2" else (2, count // 2, count - 3)
 
     @property
     def input_norms(self) -> int:
         """The number of norms of the draft's input, each over its part."""
-        return len(self.layers) if self.fc_norm else int(self.norm_before_fc)
+        return len(self.aux_layers) if self.fc_norm else int(self.norm_before_fc)
 
     @property
     def layer_count(self) -> int:
@@ -217,44 +206,3 @@ class DraftConfig:
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
-
-
-def published_format(stored: dict[str, Any]) -> str:
-    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
-    names = stored.get("architectures")
-    found = [*stored, *(names if isinstance(names, list) else ())]
-    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
-
-
-def check_draft(source: str | Path, folder: Path | None = None) -> None:
-    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
-    if what := _describe_other(folder or Path(source), source):
-        raise ValueError(f"{source} is {what}")
-
-
-def _describe_other(path: Path, source: str | Path) -> str:
-    """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
-    if path.suffix == ".ckpt" and path.is_file():
-        return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
-    if path.is_file():
-        return "a file; a draft is a folder with config.json and model.safetensors"
-    if (path / "config.json").is_file():
-        return _describe_config(read_json(path / "config.json"), path, source)
-    if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
-        return f"a training's folder; its draft is {drafts[0]}"
-    if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
-        return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
-    return ""
-
-
-def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
-    """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
-    if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
-        return ""
-    if "poss_lightning" in stored:
-        return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kind, layers = published_format(stored), stored.get("num_hidden_layers")
-    if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
-        return "a whole model: it may be the target, and a draft is trained for it"
-    convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
-    return f"a draft in a published format; one of ours is written by: {convert}"

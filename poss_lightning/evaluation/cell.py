@@ -175,7 +175,7 @@ class PlannedCell:
         if draft and (difference := draft.target.difference(store.target)):
             raise ValueError(f"{options['store']} is of another target than the draft: {difference}")
         if draft:
-            store.select(draft.layers)
+            store.select(draft.aux_layers)
 
     def _build(self, coming: set[Path]) -> DraftConfig | None:
         """The draft that it would train; of a start that is not trained yet, without it."""

@@ -26,6 +26,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.multidraft import acceptance_rates, table
 from poss_lightning.evaluation.provenance import (
@@ -145,7 +146,7 @@ def _measure(
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
-    draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
+    draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
     return draft
@@ -153,7 +154,7 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
 
 def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
     """Conversation, turn and answer, with the layers that the draft reads."""
-    chosen = store.select(draft.config.layers)
+    chosen = store.select(draft.config.aux_layers)
     samples = (chosen[i] for i in range(len(chosen)))
     return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 

@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.config import Kind
+from poss_lightning.draft.config import DraftConfig, Kind
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
@@ -116,7 +116,7 @@ class SpecialistTraining(lightning.LightningModule):
         features = FeatureStore(store) if isinstance(store, str | list) else store
         if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
-        start = Specialists.from_pretrained(start_from) if start_from else None
+        start = load_draft(start_from) if start_from else None
         vocabulary = choose_vocabulary(features, vocabulary_size, start)
         config = DraftConfig(
             target=features.target,
@@ -137,7 +137,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
         self.guard = NormGuard()
-        self.layers, features = config.layers, features.select(config.layers)
+        self.layers, features = config.aux_layers, features.select(config.aux_layers)
         self.draft, self.embed_head = begin_draft(config, features, vocabulary, start, normalise)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]

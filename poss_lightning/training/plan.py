@@ -165,4 +165,4 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
 
 def token_bytes(config: DraftConfig, stored: str) -> int:
     """Bytes per token in a feature store: vectors, token id and greedy id. A conversation adds about 60."""
-    return (1 + len(config.layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4
+    return (1 + len(config.aux_layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4

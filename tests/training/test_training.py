@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
@@ -107,7 +108,7 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
     assert not any("drift" in name or "feature" in name for name in names) if options else drift <= names
     target = tiny_target(num_hidden_layers=7)
     for folder in ("draft-best", "draft-last"):
-        draft = Specialists.from_pretrained(tmp_path / folder)
+        draft = load_draft(tmp_path / folder)
         assert draft.config.kind == options.get("kind", "eagle2") and draft.config.target == target.spec
         assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
 
@@ -135,7 +136,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     def begin(allocation, size, **options) -> Specialists:
         return SpecialistTraining(inner, allocation, **EAGLE3, vocabulary_size=size, **options).draft
 
-    odd = Specialists(begin([4], 200).config, torch.arange(120, 320))
+    odd = make_draft(begin([4], 200).config, torch.arange(120, 320))
     odd.save_pretrained(tmp_path / "odd")
     kept, same, fewer, whole = (
         begin([2, 2], size, kv="shared", start_from=str(tmp_path / "odd")) for size in (None, 200, 100, 320)
