@@ -3,14 +3,15 @@
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from poss_lightning.draft.rope import RopeScaling
-from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_types
+from poss_lightning.ranges import MAX_POSITIONS, Position, Size, Tokens, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
-DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
@@ -18,68 +19,93 @@ ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or 
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
+class DraftOptions:
+    """The options of a draft for any target: each is one of `poss fit` and `poss plan`, and a field of its config.
+
+    Args:
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
+        depth: passes of the unroll in training; None for the sum of the allocation.
+        detach: detach features between passes.
+        intermediate_size: width of a specialist's MLP; None for the target's.
+        kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
+            specialist that served a slot first (SPEED): one cache for all.
+        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has its own head, which learns
+            where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
+        block_layers: decoder layers of a draft of kind block, stacked.
+        window: sliding window, the number of slots that a query sees, with its own; None for all on its left.
+        fc_norm: norm each inner layer before they are fused; only for kind eagle3, like norm_output (both: EAGLE-3.1).
+        norm_output: let the next position read the normed output, as the head does.
+        vocabulary_size: propose only that many tokens, the most common in the store's answers; None for all. A draft of
+            kind eagle3 keeps the vocabulary of the draft it starts from, if that has the same size or this is None.
+
+    Raises:
+        ValueError: a field that cannot be; the message names it.
+    """
+
+    allocation: tuple[Position, ...] = (2, 2, 2)
+    depth: Position | None = None
+    detach: bool = True
+    intermediate_size: Size | None = None
+    kv: Literal["separate", "shared"] = "separate"
+    kind: Kind = "eagle2"
+    block_layers: Size = 1
+    window: Tokens | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    vocabulary_size: Size | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "allocation", tuple(self.allocation))
+        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
+        if not self.allocation or not positive or sum(self.allocation) > MAX_POSITIONS:
+            raise ValueError(
+                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
+                f"{MAX_POSITIONS} positions at most"
+            )
+        refuse_types(self)
+
+    def config_for(self, target: TargetSpec, **fields: Any) -> "DraftConfig":
+        """The config of a draft for a target, with other fields of it. Raises ValueError, as that does."""
+        return DraftConfig(**vars(self) | fields, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(DraftOptions):
     """What defines a draft; stored with it, and read by training and decoding alike.
 
     Args:
         target: the target it drafts for.
-        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
-        depth: passes it was trained for.
-        detach: whether features are detached between passes.
-        intermediate_size: width of a specialist's MLP; None for the target's.
-        vocabulary_size: tokens the draft may propose; None for all.
-        kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
-            specialist that served a slot first (SPEED): one cache for all.
-        kind: "eagle2", "eagle3" or "block"; see the traits below.
-        fc_norm: norm each inner layer before they are fused (EAGLE-3.1).
-        norm_output: let the next position read the normed output, as the head does (EAGLE-3.1).
         norm_before_residual: continue the residual from the normed h, as vLLM's speculators trains it.
         norm_before_fc: norm all inner layers together before they are fused; never with `fc_norm`.
-        window: slots that a query sees, itself and those on its left (a sliding window); None for all.
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have their own.
         rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
         norm_eps: added to the mean square in norms; None for the target's.
-        block_layers: decoder layers of a block draft, stacked.
         inner_layers: the target's layers that an EAGLE-3 or block draft reads; None for those of EAGLE-3's code.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
+        others: those of `DraftOptions`.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
     """
 
     target: TargetSpec
-    allocation: tuple[int, ...]
-    depth: Position
-    detach: bool = True
-    intermediate_size: Size | None = None
-    vocabulary_size: Size | None = None
-    kv: Literal["separate", "shared"] = "separate"
-    kind: Kind = "eagle2"
-    fc_norm: bool = False
-    norm_output: bool = False
-    window: Tokens | None = None
-    rope_theta: Annotated[float, Range(1, 1e18)] | None = None
+    depth: Position  # by default the sum of the allocation
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    rope_theta: Annotated[float, Ge(1), Le(1e18)] | None = None
     rope_scaling: RopeScaling | None = None
-    norm_eps: Annotated[float, Range(0, 1)] | None = None
-    block_layers: Size = 1
+    norm_eps: Annotated[float, Ge(0), Le(1)] | None = None
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
 
     def __post_init__(self):
+        if self.depth is None:
+            object.__setattr__(self, "depth", sum(self.allocation))
         if isinstance(self.rope_scaling, dict):  # of a file
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        object.__setattr__(self, "allocation", tuple(self.allocation))
         if self.inner_layers is not None:
             object.__setattr__(self, "inner_layers", tuple(self.inner_layers))
-        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
-        if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
-            raise ValueError(
-                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
-                f"{POSITIONS.most} positions at most"
-            )
-        refuse_types(self)
+        super().__post_init__()
         for kinds, names in ONLY.items():
             for name in names if self.kind not in kinds else ():
                 if (value := getattr(self, name)) != getattr(type(self), name):
