@@ -89,7 +89,7 @@ class DraftConfig(DraftOptions):
     """
 
     target: TargetSpec
-    depth: Position  # by default the sum of the allocation
+    depth: Position = None  # pyright: ignore[reportAssignmentType] then the sum of the allocation
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     rope_theta: Annotated[float, Ge(1), Le(1e18)] | None = None

@@ -209,7 +209,7 @@ def test_a_head_of_its_own_begins_as_the_target_s_and_continues_as_another_draft
         (EAGLE3, {}, "kind eagle2, and this one eagle3"),
         (EAGLE3, EAGLE3 | {"fc_norm": True}, "fc_norm, and this one has not: make fc_norm true"),
         (EAGLE3, EAGLE3 | {"norm_output": True}, "norm_output, and this one has not: make norm_output true"),
-        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"layers \(1, 3\), and this one \(2, 4, 5\)"),
+        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"aux_layers \(1, 3\), and this one \(2, 4, 5\)"),
         (BLOCK, BLOCK | {"norm_eps": 0.01}, "norm_eps 0.01, and this one None"),
     ],
     ids=str,
