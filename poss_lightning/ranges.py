@@ -92,7 +92,8 @@ def describe_refusal(error: ValidationError, *name: str) -> str:
     first, *others = error.errors()  # of a union, the others are those of its other types
     places = [] if others else map(str, first["loc"])
     words = first["msg"].replace("Input should be", "it must be")
-    return f"{'.'.join([*name, *places])} is {reprlib.repr(first['input'])}; {words}"
+    value = first["input"] if first["type"].endswith("_equal") else reprlib.repr(first["input"])  # a parser's is text
+    return f"{'.'.join([*name, *places])} is {value}; {words}"
 
 
 @cache
