@@ -23,7 +23,9 @@ from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import load_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
@@ -142,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="runs/bench/decode.json")
     options = parser.parse_args(arguments)
     questions, target = read_suites(options.suites, options.limit), Target.load("embedded", device=options.device)
-    draft, rounds = Specialists.from_pretrained(options.draft), options.rounds
+    draft, rounds = load_draft(options.draft), options.rounds
     kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
     kinds = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
     works = (

@@ -101,7 +101,7 @@ def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, sizes: tuple[in
         transformer_layer_config=layer,
         draft_vocab_size=draft.config.vocabulary_size,
         norm_before_residual=False,
-        eagle_aux_hidden_state_layer_ids=list(draft.config.layers),
+        eagle_aux_hidden_state_layer_ids=list(draft.config.aux_layers),
         speculators_config=SpeculatorsConfig(
             algorithm="eagle3",
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=draft.config.depth)],

@@ -3,7 +3,9 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.model import Target
 from tests.support.tiny import tiny_tokenizer
 
@@ -53,4 +55,4 @@ def random_draft(
         **config,
     )
     with torch.device(target.device):
-        return Specialists(full, kept).to(target.dtype)
+        return make_draft(full, kept).to(target.dtype)

@@ -17,7 +17,8 @@ from benchmarks import published
 from benchmarks.measure import compare_steps, report, seconds
 from benchmarks.random_target import llama
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target.describe import spec_of
@@ -37,10 +38,10 @@ class Problem:
         self.device, self.dtype, self.depth = device, dtype, config.depth
         size, width = config.vocabulary_size, config.target.hidden_size
         with torch.device(device):
-            self.draft = Specialists(config, None if size is None else torch.arange(size))
+            self.draft = make_draft(config, None if size is None else torch.arange(size))
             self.head = (torch.randn(config.target.vocab_size, width) * 0.1).to(dtype)
             self.embedded, self.features = torch.randn(2, 1, slots, width).to(dtype)
-            self.inputs = torch.randn(1, slots, max(1, len(config.layers)) * width).to(dtype)
+            self.inputs = torch.randn(1, slots, max(1, len(config.aux_layers)) * width).to(dtype)
             self.counts = torch.arange(1, slots + 1).clamp(max=self.depth)[None]  # a pass counts from its own slot on
             self.packing = Packing.one_per_row(1, slots, torch.device(device))
         self.optimizers = dict.fromkeys(("ours", "twin"), torch.optim.AdamW(self.draft.parameters(), lr=0.0))

@@ -265,12 +265,12 @@ def decode() -> None:
     """Decode the example answer with the embedded target in float32, and write its rounds."""
     from poss_lightning.decoding.decoder import Progress
     from poss_lightning.decoding.engine import Speculative
-    from poss_lightning.draft.specialists import Specialists
+    from poss_lightning.draft.kinds import load_draft
     from poss_lightning.sampling import Sampling
     from poss_lightning.target.model import Target
 
     target = Target.load("embedded", "float32", "cpu")
-    engine = Speculative(target, Specialists.from_pretrained(DRAFT), tree="fixed")
+    engine = Speculative(target, load_draft(DRAFT), tree="fixed")
     rounds: list[Guesses[str]] = []
 
     def watch(step: Progress) -> None:

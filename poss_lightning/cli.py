@@ -92,7 +92,7 @@ def run(command: str, arguments: list[str]) -> None:
         module.Training(command, arguments)
         return
     tool = getattr(module, command)
-    types = get_types(tool)
+    types = get_types(jsonargparse.auto_parser(tool))
     arguments = _complete_switches(arguments, types)
     if command == "list" and arguments and not arguments[0].startswith("-"):
         arguments = ["--name", *arguments]  # jsonargparse has no optional positional arguments

@@ -4,7 +4,6 @@ import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ FLAGS = ("--config", "-c")
 OPTION = re.compile(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
 
 
-def get_types(function: Callable[..., Any]) -> dict[str, Any]:
-    """The type of each option of a function or class."""
-    return {name: parameter.annotation for name, parameter in signature(function).parameters.items()}
+def get_types(parser: jsonargparse.ArgumentParser) -> dict[str, Any]:
+    """The type of each option of a parser."""
+    return {action.dest: getattr(action, "_typehint", action.type) for action in parser._actions}
 
 
 def set_up_parser() -> None:
@@ -101,7 +100,7 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
     try:
         return parser.parse_object(dict(options)).as_dict()
     except ArgumentError as error:
-        raise explain_option(error, (), get_types(function)) from error
+        raise explain_option(error, (), get_types(parser)) from error
 
 
 def explain_option(

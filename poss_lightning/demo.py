@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from poss_lightning.draft.folder import shipped
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.rounds import PLAIN, read_rounds
 from poss_lightning.extract import extract
@@ -150,7 +150,7 @@ def _print_end(found: Findings, folder: Path) -> None:
 
 def _name(draft: str) -> str:
     """A method's name that says what the draft is."""
-    layers = len(Specialists.from_pretrained(draft).config.allocation)
+    layers = len(load_draft(draft).config.allocation)
     named = {"embedded-hass": "HASS", "embedded-poss2": "PosS-2"}.get(draft, public_name(draft))
     return f"{'shipped ' * (draft in shipped())}{'one layer' if layers == 1 else 'specialists'} ({named})"
 
@@ -158,7 +158,7 @@ def _name(draft: str) -> str:
 def _check_drafts(target: Target, *drafts: str | None) -> None:
     """Raise ValueError if a draft was trained for a different target."""
     for draft in filter(None, drafts):
-        if difference := Specialists.from_pretrained(draft).config.target.difference(target.spec):
+        if difference := load_draft(draft).config.target.difference(target.spec):
             raise ValueError(f"draft {draft} was trained for a different target: {difference}")
 
 
@@ -212,7 +212,7 @@ def _minutes(seconds: float) -> str:
 def _fit(folder: Path, name: str, *, store: str, start: str, steps: int, dtype: str, device: str) -> str:
     """Train one draft, unless that is done, and return its folder."""
     place = torch.device(device)
-    size = min(VOCABULARY, Specialists.from_pretrained(start).config.target.vocab_size)
+    size = min(VOCABULARY, load_draft(start).config.target.vocab_size)
     numbered = {} if place.index is None else {"devices": [place.index]}
     options = {
         "data": {"store": store},

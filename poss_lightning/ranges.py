@@ -3,7 +3,7 @@
     @check_numbers
     def generate(prompt: str, *, depth: Position | None = None, seed: Seed = 0) -> None: ...
 
-    depth is 65; it must lie between 1 and 64
+    depth is 65; it must be less than or equal to 64
 
 pydantic enforces them, also within lists and dicts: for the command line's parser, before anything is loaded, and by
 `check_numbers` in calls from Python.
@@ -11,76 +11,44 @@ pydantic enforces them, also within lists and dicts: for the command line's pars
 
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import signature
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from annotated_types import Ge, Le
+from pydantic import TypeAdapter, ValidationError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `least` to `most`; `zero` is what 0 means, where it is allowed beside them."""
-
-    __module__ = "pydantic"  # by which jsonargparse tells what pydantic enforces
-
-    least: float
-    most: float
-    zero: str = ""
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_wrap_validator_function(self._check, handler(kind))
-
-    def _check(self, given: Any, convert: Callable[[Any], float]) -> float:
-        number = convert(given)
-        inside = self.least <= number <= self.most or (bool(self.zero) and number == 0)
-        if isinstance(given, bool) or not inside:
-            zero = f"be 0 ({self.zero}) or " if self.zero else ""
-            words = f"it must {zero}lie between {_format(self.least)} and {_format(self.most)}"
-            raise PydanticCustomError("range", "{words}", {"words": words})
-        return number
-
-    def __repr__(self) -> str:  # as `--help` shows it
-        return f"{'0 or ' if self.zero else ''}{_format(self.least)} to {_format(self.most)}"
-
-
-def _format(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:.10g}"
-
-
 # --- whole numbers ---
 
-Count = Annotated[int, Range(1, 10**9)]  # conversations, questions, steps
-Seed = Annotated[int, Range(0, 2**32 - 1)]  # as numpy's generators take it
-Tokens = Annotated[int, Range(1, 2**20)]  # of a text
-BatchTokens = Annotated[int, Range(1, 2**24)]
-Mebibytes = Annotated[int, Range(1, 2**20)]
-Rows = Annotated[int, Range(1, 4096)]  # texts side by side, whose caches must fit the memory
-POSITIONS = Range(1, 64)  # of a draft, all together: no target accepts a longer path
-Position = Annotated[int, POSITIONS]  # and so a depth
-Layer = Annotated[int, Range(1, 1024)]  # of a target
-Lookups = Annotated[int, Range(0, 64)]  # tokens of a continuation
-Nodes = Annotated[int, Range(1, 1024)]  # of a tree
-TreeWidth = Annotated[int, Range(1, 64)]
-Size = Annotated[int, Range(1, 2**24)]  # of a layer or a vocabulary
-TopK = Annotated[int, Range(1, 2**24, zero="all tokens")]
-Processes = Annotated[int, Range(1, 2**20)]
-Workers = Annotated[int, Range(0, 1024)]
+Count = Annotated[int, Ge(1), Le(10**9)]  # conversations, questions, steps
+Seed = Annotated[int, Ge(0), Le(2**32 - 1)]  # as numpy's generators take it
+Tokens = Annotated[int, Ge(1), Le(2**20)]  # of a text
+BatchTokens = Annotated[int, Ge(1), Le(2**24)]
+Mebibytes = Annotated[int, Ge(1), Le(2**20)]
+Rows = Annotated[int, Ge(1), Le(4096)]  # texts side by side, whose caches must fit the memory
+MAX_POSITIONS = 64  # of a draft, all together: no target accepts a longer path
+Position = Annotated[int, Ge(1), Le(MAX_POSITIONS)]  # and so a depth
+Layer = Annotated[int, Ge(1), Le(1024)]  # of a target
+Lookups = Annotated[int, Ge(0), Le(64)]  # tokens of a continuation
+Nodes = Annotated[int, Ge(1), Le(1024)]  # of a tree
+TreeWidth = Annotated[int, Ge(1), Le(64)]
+Size = Annotated[int, Ge(1), Le(2**24)]  # of a layer or a vocabulary
+TopK = Annotated[int, Ge(0), Le(2**24)]
+Processes = Annotated[int, Ge(1), Le(2**20)]
+Workers = Annotated[int, Ge(0), Le(1024)]
 
 # --- others ---
 
-Temperature = Annotated[float, Range(1e-6, 1e6, zero="greedy")]  # logits over it must be finite
-TopP = Annotated[float, Range(1e-9, 1)]
-ShareOrNone = Annotated[float, Range(0, 1)]
-Fraction = Annotated[float, Range(1e-9, 1 - 1e-9)]  # never all of it
-Decay = Annotated[float, Range(0, 1 - 1e-9)]  # of a running mean
-Weight = Annotated[float, Range(0, 1e9)]
-Amount = Annotated[float, Range(1e-12, 1e18)]  # hours, GiB, tokens of a corpus
+Temperature = Annotated[float, Ge(0), Le(1e6)]
+TopP = Annotated[float, Ge(1e-9), Le(1)]
+ShareOrNone = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Ge(1e-9), Le(1 - 1e-9)]  # never all of it
+Decay = Annotated[float, Ge(0), Le(1 - 1e-9)]  # of a running mean
+Weight = Annotated[float, Ge(0), Le(1e9)]
+Amount = Annotated[float, Ge(1e-12), Le(1e18)]  # hours, GiB, tokens of a corpus
 
 
 # --- how they are enforced ---
@@ -116,16 +84,16 @@ def refuse_types(record: Any, owner: str = "") -> None:
 
 def has_range(hint: Any) -> bool:
     """Whether a type has a range anywhere."""
-    return isinstance(hint, Range) or any(map(has_range, get_args(hint)))
+    return isinstance(hint, Ge) or any(map(has_range, get_args(hint)))
 
 
 def describe_refusal(error: ValidationError, *name: str) -> str:
     """What pydantic refuses, in one line: where it is, its value, and what would be right."""
-    found = error.errors()
-    chosen = next((each for each in found if each["type"] == "range"), found[-1])  # of a union, the last is as good
-    places = [str(place) for place in chosen["loc"] if len(found) == 1]
-    value = chosen["input"] if chosen["type"] == "range" else reprlib.repr(chosen["input"])
-    return f"{'.'.join([*name, *places])} is {value}; {chosen['msg'].replace('Input should be', 'it must be')}"
+    first, *others = error.errors()  # of a union, the others are those of its other types
+    places = [] if others else map(str, first["loc"])
+    words = first["msg"].replace("Input should be", "it must be")
+    value = first["input"] if first["type"].endswith("_equal") else reprlib.repr(first["input"])  # a parser's is text
+    return f"{'.'.join([*name, *places])} is {value}; {words}"
 
 
 @cache

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, SHIPPED, shipped
-from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
 from poss_lightning.files import conf, conf_names

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from poss_lightning import __version__, cli
+from poss_lightning.draft.config import DraftOptions
 from poss_lightning.evaluation.hub import SIX
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
@@ -77,7 +78,8 @@ def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss):
     short, full = poss("fit", "--help").out, poss("fit", "--help", "all").out
     assert "poss fit --help all has the rest" in short.splitlines()[-1]
     in_short, in_full = (set(re.findall(r"^  --([\w.]+)", text, re.MULTILINE)) for text in (short, full))
-    ours = {f"model.{name}" for name in signature(SpecialistTraining).parameters if name != "store"}  # the data's
+    ours = {f"model.{name}" for name in signature(SpecialistTraining).parameters} - {"model.store"}  # the data's
+    ours = ours - {"model.draft"} | {f"model.{name}" for name in signature(DraftOptions).parameters}
     ours |= {f"data.{name}" for name in signature(FeatureData).parameters}
     assert ours | set(SHORT_HELP) <= in_short < in_full and "trainer.plugins" not in short
 

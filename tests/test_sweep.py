@@ -18,7 +18,7 @@ import yaml
 
 from poss_lightning import sweep as module
 from poss_lightning.draft.folder import SHIPPED, local_folder
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import COMMIT, describe_inputs
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import read_rounds
@@ -130,7 +130,7 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     sweep(folder)
     weights = []
     for seed in (3, 4):
-        draft = Specialists.from_pretrained(tmp_path / f"choice=one/seed={seed}/draft-last")
+        draft = load_draft(tmp_path / f"choice=one/seed={seed}/draft-last")
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
         run = read_json(tmp_path / f"choice=one/seed={seed}/run.json")

@@ -18,6 +18,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.ranges import Lookups, Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
@@ -68,7 +69,7 @@ def load(
         ValueError: a target that is not supported or not the draft's, or a folder that holds no draft.
     """
     if isinstance(draft, str | Path):
-        draft = Specialists.from_pretrained(draft)  # first, as a target takes its time
+        draft = load_draft(draft)  # first, as a target takes its time
     if isinstance(target, str | Path):
         loaded = Target.load(str(target), dtype, device, chat_template_kwargs=chat_template_kwargs)
     elif (dtype, device) != ("auto", "auto"):

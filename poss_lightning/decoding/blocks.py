@@ -10,8 +10,8 @@ from torch import Tensor
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.drafting import Drafter, top_log_probs
 from poss_lightning.decoding.trees import Tree
-from poss_lightning.draft.block import begin_blocks
-from poss_lightning.draft.layer import apply_rope
+from poss_lightning.draft.block import Block, begin_blocks
+from poss_lightning.draft.rope import apply_rope
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Noise
 from poss_lightning.target.grouped_attention import grouped_attention
@@ -26,7 +26,8 @@ def make_drafter(
     int8_head: bool | None = False,
 ) -> Drafter:
     """The drafter for a draft of this kind; arguments and errors are those of `Drafter`."""
-    return (BlockDrafter if draft.config.one_pass else Drafter)(draft, embed_head, depth, tree_width, int8_head)
+    kind: type[Drafter] = BlockDrafter if isinstance(draft, Block) else Drafter
+    return kind(draft, embed_head, depth, tree_width, int8_head)  # pyright: ignore[reportArgumentType]
 
 
 class BlockDrafter(Drafter):
@@ -38,8 +39,10 @@ class BlockDrafter(Drafter):
     probable prefixes of each depth are kept, which is exact for trees of up to as many nodes.
     """
 
-    def __init__(self, draft: Specialists, embed_head: EmbedHead, *sizes):
-        super().__init__(draft, embed_head, *sizes)
+    draft: Block
+
+    def __init__(self, draft: Block, embed_head: EmbedHead, *sizes):
+        super().__init__(draft, embed_head, *sizes)  # pyright: ignore[reportArgumentType]
         self.steps, self.tree_slots = 1, draft.config.depth + 1
 
     def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:

@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.int8_head import choose_product
 from poss_lightning.decoding.trees import Tree
-from poss_lightning.draft.layer import Rope, apply_rope
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.rope import Rope, apply_rope
+from poss_lightning.draft.unroll import Chain
 from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.grouped_attention import grouped_attention
@@ -51,7 +51,7 @@ class Drafter:
     @torch.no_grad()
     def __init__(
         self,
-        draft: Specialists,
+        draft: Chain,
         embed_head: EmbedHead,
         depth: int = 6,
         tree_width: int = 10,
@@ -63,7 +63,7 @@ class Drafter:
         # With a head of its own, it reads of the target's EmbedHead no more than the embedding.
         self.draft, self.embed_head = draft, embed_head if config.own_head else embed_head.restrict(draft.vocabulary)
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
-        self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.layers
+        self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.aux_layers
         self.steps = depth  # of a whole tree, one after another
         self.product = choose_product(head, int8_head)
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`

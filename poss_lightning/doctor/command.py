@@ -188,7 +188,7 @@ def _digest(reading: Reading) -> str:
 def _rungs(case: Case, reading: Reading) -> Iterator[tuple[str, str, Callable[[], Counts]]]:
     """Name of a step, the one that it is compared with, and what measures it."""
     if case.store:
-        stored = FeatureStore(case.store, reading.config.layers)
+        stored = FeatureStore(case.store, reading.config.aux_layers)
         samples = [stored[i] for i in range(min(case.limit, len(stored)))]
     else:
         samples = as_read(case.samples(), reading)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.doctor.readings import Reading
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.convert import parse_published, read_published
 from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout
@@ -47,7 +47,7 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
     """Read a draft of any format as it is; raises ForeignDraft, or the errors of `poss convert`."""
     refused, frozen = [], {}
     if input_format == "ours":
-        draft = Specialists.from_pretrained(source)
+        draft = load_draft(source)
         config, state = draft.config, draft.state_dict()
         said = settings.publish(config, find_layout("vllm", config), state, target.embed_head.tied)
         _check_sizes(said | {LAYERS: config.target.layers}, target)
@@ -74,7 +74,7 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
         }
         for own in (state, frozen)
     )
-    sources = config.layers or (target.spec.layers + 1,)
+    sources = config.aux_layers or (target.spec.layers + 1,)
     return Draft(Reading(target, config, state, frozen, target.embed_head, sources), said, refused)
 
 
@@ -106,10 +106,10 @@ def facts(draft: Draft) -> list[str]:
     """A table of the draft's config beside the target's, and what `poss convert` refuses."""
     config, target = draft.reading.config, draft.reading.target
     said = draft.said | settings.mapping(draft.said, "rope_parameters") | settings.mapping(draft.said, "rope_scaling")
-    usual = replace(config, inner_layers=None).layers or "the feature"
+    usual = replace(config, inner_layers=None).aux_layers or "the feature"
     pairs = {name: (said.get(name), own) for name, own in _own(target).items()}
     pairs |= {name: (getattr(config.target, name), getattr(target.spec, name)) for name in ("fingerprint", "template")}
-    pairs |= {"layers, from 1": (config.layers or usual, usual), "allocation": (config.allocation, "")}
+    pairs |= {"layers, from 1": (config.aux_layers or usual, usual), "allocation": (config.allocation, "")}
     lines = [f"{name:24} {theirs!s:>34} {own!s:>34}  {_verdict(theirs, own)}" for name, (theirs, own) in pairs.items()]
     return [
         f"{'':24} {'draft':>34} {'target, or usual':>34}",

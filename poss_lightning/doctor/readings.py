@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.draft.layer import Rope, RopeScaling, rope_at
+from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.rope import Rope, RopeScaling, rope_at
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead
@@ -60,7 +61,7 @@ class Reading:
     def draft(self) -> Specialists:
         """The draft as it is read; ValueError where config and weights contradict each other."""
         with torch.device("meta"):
-            draft = Specialists(self.config, self.state.get("vocabulary"))
+            draft = make_draft(self.config, self.state.get("vocabulary"))
         draft.load_state_dict(dict(self.state), assign=True)
         if self.final_norm:
             draft.head_input = lambda predicted: self.target.model.base_model.norm(predicted)
@@ -89,7 +90,7 @@ class Reading:
 
     def is_written(self) -> bool:
         """Whether config and weights of a draft can say all of it."""
-        named = self.config.layers or (self.target.spec.layers + 1,)
+        named = self.config.aux_layers or (self.target.spec.layers + 1,)
         return not self.differs(
             Reading(self.target, self.config, self.state, self.frozen, self.target.embed_head, named)
         )

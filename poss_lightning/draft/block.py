@@ -13,21 +13,59 @@ In training blocks begin at all slots, or at some. Place k of the block at slot 
 began there would be, at slot t+k-1, and has the same loss and the same metrics.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from poss_lightning.draft.attention import KeysValues, Packing, block_on
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.layer import BlockLayer, Norm, Specialist
+from poss_lightning.draft.specialists import Specialists
+from poss_lightning.target.spec import EmbedHead
 
-if TYPE_CHECKING:
-    from poss_lightning.draft.specialists import Specialists
+
+class Block(Specialists):
+    """Drafts all positions at once, so that none reads a predicted feature; the target's head reads its output."""
+
+    layer_type = BlockLayer
+    mask: Tensor  # (D,) the embedding of the mask token
+
+    def add_modules(self, config: DraftConfig) -> None:
+        width = config.target.hidden_size
+        self.context_norm = Norm(width, eps=config.eps)
+        self.register_buffer("mask", torch.zeros(width))
+        self.norm = Norm(width, eps=config.eps)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        draft_input: Tensor,
+        depth: int,
+        packing: Packing | None = None,
+        begins: Tensor | None = None,
+    ) -> list[Tensor]:
+        """`draft_blocks`: one call per step, for strategies that shard or wrap the draft."""
+        return draft_blocks(self, embedded, draft_input, depth, packing, begins)
+
+    @property
+    def stack(self) -> list[BlockLayer]:
+        """Its layers, each of which reads the one before."""
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+    def fuse(self, draft_input: Tensor) -> Tensor:
+        return self.context_norm(super().fuse(draft_input))
+
+    def head_input(self, predicted: Tensor) -> Tensor:
+        return self.norm(predicted)
+
+    def init_head(self, embed_head: EmbedHead) -> None:
+        self.mask.copy_(embed_head.embedding[self.config.mask_row])
+
+    def sources(self, other: Specialists) -> list[Specialist]:
+        return list(other.layers)
 
 
 def draft_blocks(
-    draft: Specialists,
+    draft: Block,
     embedded: Tensor,
     draft_input: Tensor,
     depth: int,
@@ -61,7 +99,7 @@ def draft_blocks(
     return [wide.index_put((at // count, at % count + k - 1), hidden[:, k])[:, :count] for k in range(1, depth + 1)]
 
 
-def begin_blocks(draft: Specialists, embedded: Tensor) -> Tensor:
+def begin_blocks(draft: Block, embedded: Tensor) -> Tensor:
     """The input of the first layer: embeddings of the newest tokens (N, D) -> (N, P, D)."""
     masks = draft.mask.to(embedded.dtype).expand(len(embedded), draft.config.depth, -1)
     return torch.cat([embedded[:, None], masks], dim=1)

@@ -1,19 +1,17 @@
-"""The model card of a draft on the Hugging Face hub."""
+"""A draft on the Hugging Face hub, with its model card."""
 
-from __future__ import annotations
-
+import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from poss_lightning.draft.config import SWITCHES
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import public_name
-
-if TYPE_CHECKING:
-    from poss_lightning.draft.specialists import Specialists
 
 TEMPLATE = """---
 {{ card_data }}
@@ -41,6 +39,35 @@ TARGET is {{ target }}, in a folder of yours or on the hub; its fingerprint is c
 {% endif %}"""
 
 
+def push_to_hub(
+    draft: Specialists, repo_id: str, *, private: bool = False, license: str | None = None, measured: str = ""
+) -> str:
+    """Upload the draft to the Hugging Face hub with its model card; every command then takes its id as a draft.
+
+    Log in first, with `hf auth login`. An existing repository gets a new commit.
+
+    Args:
+        repo_id: OWNER/NAME of the repository.
+        private: make a new repository private.
+        license, measured: see `model_card`.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        HFValidationError, HfHubHTTPError: no such id, or the hub refuses.
+    """
+    api, uploaded = HfApi(), copy.copy(draft)
+    target = replace(draft.config.target, name=public_target(draft.config.target.name))
+    uploaded.config = replace(draft.config, target=target)
+    with TemporaryDirectory() as folder:
+        uploaded.save_pretrained(folder)
+        model_card(draft, repo_id, license, measured).save(Path(folder) / "README.md")
+        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload draft")
+    return str(url)
+
+
 def model_card(draft: Specialists, repo_id: str, license: str | None = None, measured: str = "") -> ModelCard:
     """The card of a draft.
 
@@ -52,9 +79,10 @@ def model_card(draft: Specialists, repo_id: str, license: str | None = None, mea
     """
     config, total = draft.config, draft.config.target.vocab_size
     hub_id = config.target.name if is_hub_id(config.target.name) else None
+    read = f"layers {list(config.aux_layers)}" if config.aux_layers else "the last features"
     facts = {
         "fingerprint of the target": config.target.fingerprint,
-        "kind": f"{config.kind}, reads {f'layers {list(config.layers)}' if config.layers else 'the last features'}",
+        "kind": f"{config.kind}, reads {read}",
         "positions of each specialist": list(config.allocation),
         "layers": config.layer_count,
         "keys and values": config.kv,

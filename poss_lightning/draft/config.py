@@ -1,93 +1,111 @@
 """What defines a draft: its target, its kind, which specialist serves which position, and whose keys it reads."""
 
 import json
-import shlex
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from poss_lightning.draft.layer import RopeScaling
-from poss_lightning.files import read_json
-from poss_lightning.ranges import POSITIONS, Position, Range, Size, Tokens, refuse_types
+from annotated_types import Ge, Le
+
+from poss_lightning.draft.rope import RopeScaling
+from poss_lightning.ranges import MAX_POSITIONS, Position, Size, Tokens, refuse_types
 from poss_lightning.target.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
-DEFAULT_ALLOCATIONS = {"block": [7]}  # default allocations, by kind; else PosS-2's
 LEAST_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
-PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
-    "speculators_model_type": "speculators",
-    "dflash_config": "dflash",
-    "DFlashDraftModel": "dflash",
-    "draft_vocab_size": "eagle3",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig:
+class DraftOptions:
+    """The options of a draft for any target: each is one of `poss fit` and `poss plan`, and a field of its config.
+
+    Args:
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
+        depth: passes of the unroll in training; None for the sum of the allocation.
+        detach: detach features between passes.
+        intermediate_size: width of a specialist's MLP; None for the target's.
+        kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
+            specialist that served a slot first (SPEED): one cache for all.
+        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has its own head, which learns
+            where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
+        block_layers: decoder layers of a draft of kind block, stacked.
+        window: sliding window, the number of slots that a query sees, with its own; None for all on its left.
+        fc_norm: norm each inner layer before they are fused; only for kind eagle3, like norm_output (both: EAGLE-3.1).
+        norm_output: let the next position read the normed output, as the head does.
+        vocabulary_size: propose only that many tokens, the most common in the store's answers; None for all. A draft of
+            kind eagle3 keeps the vocabulary of the draft it starts from, if that has the same size or this is None.
+
+    Raises:
+        ValueError: a field that cannot be; the message names it.
+    """
+
+    allocation: tuple[Position, ...] = (2, 2, 2)
+    depth: Position | None = None
+    detach: bool = True
+    intermediate_size: Size | None = None
+    kv: Literal["separate", "shared"] = "separate"
+    kind: Kind = "eagle2"
+    block_layers: Size = 1
+    window: Tokens | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    vocabulary_size: Size | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "allocation", tuple(self.allocation))
+        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
+        if not self.allocation or not positive or sum(self.allocation) > MAX_POSITIONS:
+            raise ValueError(
+                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
+                f"{MAX_POSITIONS} positions at most"
+            )
+        refuse_types(self)
+
+    def config_for(self, target: TargetSpec, **fields: Any) -> "DraftConfig":
+        """The config of a draft for a target, with other fields of it. Raises ValueError, as that does."""
+        return DraftConfig(**vars(self) | fields, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig(DraftOptions):
     """What defines a draft; stored with it, and read by training and decoding alike.
 
     Args:
         target: the target it drafts for.
-        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
-        depth: passes it was trained for.
-        detach: whether features are detached between passes.
-        intermediate_size: width of a specialist's MLP; None for the target's.
-        vocabulary_size: tokens the draft may propose; None for all.
-        kv: "separate", each specialist reads keys and values that it made itself; or "shared", all read those of the
-            specialist that served a slot first (SPEED): one cache for all.
-        kind: "eagle2", "eagle3" or "block"; see the traits below.
-        fc_norm: norm each inner layer before they are fused (EAGLE-3.1).
-        norm_output: let the next position read the normed output, as the head does (EAGLE-3.1).
         norm_before_residual: continue the residual from the normed h, as vLLM's speculators trains it.
         norm_before_fc: norm all inner layers together before they are fused; never with `fc_norm`.
-        window: slots that a query sees, itself and those on its left (a sliding window); None for all.
         rope_theta: base of the rotary angles; None for the target's. Many published EAGLE-3 drafts have their own.
         rope_scaling: Llama 3.1's scaling of the rotary angles, or a mapping of its fields; None for none.
         norm_eps: added to the mean square in norms; None for the target's.
-        block_layers: decoder layers of a block draft, stacked.
         inner_layers: the target's layers that an EAGLE-3 or block draft reads; None for those of EAGLE-3's code.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
+        others: those of `DraftOptions`.
 
     Raises:
         ValueError: a field that cannot be; the message names it.
     """
 
     target: TargetSpec
-    allocation: tuple[int, ...]
-    depth: Position
-    detach: bool = True
-    intermediate_size: Size | None = None
-    vocabulary_size: Size | None = None
-    kv: Literal["separate", "shared"] = "separate"
-    kind: Kind = "eagle2"
-    fc_norm: bool = False
-    norm_output: bool = False
-    window: Tokens | None = None
-    rope_theta: Annotated[float, Range(1, 1e18)] | None = None
+    depth: Position = None  # pyright: ignore[reportAssignmentType] then the sum of the allocation
     norm_before_residual: bool = False
     norm_before_fc: bool = False
+    rope_theta: Annotated[float, Ge(1), Le(1e18)] | None = None
     rope_scaling: RopeScaling | None = None
-    norm_eps: Annotated[float, Range(0, 1)] | None = None
-    block_layers: Size = 1
+    norm_eps: Annotated[float, Ge(0), Le(1)] | None = None
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
 
     def __post_init__(self):
+        if self.depth is None:
+            object.__setattr__(self, "depth", sum(self.allocation))
         if isinstance(self.rope_scaling, dict):  # of a file
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        object.__setattr__(self, "allocation", tuple(self.allocation))
         if self.inner_layers is not None:
             object.__setattr__(self, "inner_layers", tuple(self.inner_layers))
-        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
-        if not self.allocation or not positive or sum(self.allocation) > POSITIONS.most:
-            raise ValueError(
-                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
-                f"{POSITIONS.most} positions at most"
-            )
-        refuse_types(self)
+        super().__post_init__()
         for kinds, names in ONLY.items():
             for name in names if self.kind not in kinds else ():
                 if (value := getattr(self, name)) != getattr(type(self), name):
@@ -97,7 +115,7 @@ class DraftConfig:
         if self.one_pass:
             self._check_block()
         self.check_depth(self.depth)
-        if self.reads_inner_layers and self.target.layers < LEAST_LAYERS:
+        if self.aux_layers and self.target.layers < LEAST_LAYERS:
             raise ValueError(
                 f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
                 f"{self.target.name} has {self.target.layers}"
@@ -128,11 +146,6 @@ class DraftConfig:
     # --- traits of its kind ---
 
     @property
-    def reads_inner_layers(self) -> bool:
-        """Whether it reads fused outputs of inner layers; else the target's feature itself."""
-        return self.kind != "eagle2"
-
-    @property
     def one_pass(self) -> bool:
         """Whether it drafts all positions at once, from masks, so that none reads a predicted feature."""
         return self.kind == "block"
@@ -158,8 +171,10 @@ class DraftConfig:
         return self.target.norm_eps if self.norm_eps is None else self.norm_eps
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """The target's layers that it reads, as `Target.text_layers` counts them; () for none.
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers whose outputs, auxiliary hidden states, it reads, as `Target.text_layers` counts them.
+
+        () for none: then it reads the target's feature itself.
 
         By default those of EAGLE-3's published code: low, middle and high. Of a target with fewer than seven layers
         they are not in order, or not three.
@@ -167,12 +182,12 @@ class DraftConfig:
         if self.inner_layers is not None:
             return self.inner_layers
         count = self.target.layers
-        return (2, count // 2, count - 3) if self.reads_inner_layers else ()
+        return () if self.kind == "eagle2" else (2, count // 2, count - 3)
 
     @property
     def input_norms(self) -> int:
         """The number of norms of the draft's input, each over its part."""
-        return len(self.layers) if self.fc_norm else int(self.norm_before_fc)
+        return len(self.aux_layers) if self.fc_norm else int(self.norm_before_fc)
 
     @property
     def layer_count(self) -> int:
@@ -217,44 +232,3 @@ class DraftConfig:
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
             known = ", ".join(field.name for field in fields(cls))
             raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
-
-
-def published_format(stored: dict[str, Any]) -> str:
-    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
-    names = stored.get("architectures")
-    found = [*stored, *(names if isinstance(names, list) else ())]
-    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
-
-
-def check_draft(source: str | Path, folder: Path | None = None) -> None:
-    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
-    if what := _describe_other(folder or Path(source), source):
-        raise ValueError(f"{source} is {what}")
-
-
-def _describe_other(path: Path, source: str | Path) -> str:
-    """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
-    if path.suffix == ".ckpt" and path.is_file():
-        return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
-    if path.is_file():
-        return "a file; a draft is a folder with config.json and model.safetensors"
-    if (path / "config.json").is_file():
-        return _describe_config(read_json(path / "config.json"), path, source)
-    if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
-        return f"a training's folder; its draft is {drafts[0]}"
-    if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
-        return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
-    return ""
-
-
-def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
-    """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
-    if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
-        return ""
-    if "poss_lightning" in stored:
-        return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kind, layers = published_format(stored), stored.get("num_hidden_layers")
-    if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
-        return "a whole model: it may be the target, and a draft is trained for it"
-    convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
-    return f"a draft in a published format; one of ours is written by: {convert}"

@@ -1,19 +1,27 @@
-"""A draft's folder: where it is, the names of its files, and which weights are refused."""
+"""A draft's folder: where it is, the names of its files, and what is refused."""
 
 import base64
+import shlex
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from poss_lightning.files import fetch
+from poss_lightning.files import fetch, read_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TRAINED_ON = "trained_on_64"  # in the header of the weights; "trained_on" had 32 bits a text, too few to tell
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
+PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
+    "speculators_model_type": "speculators",
+    "dflash_config": "dflash",
+    "DFlashDraftModel": "dflash",
+    "draft_vocab_size": "eagle3",
+}
 
 
 def encode_digests(digests: frozenset[int]) -> str:
@@ -52,3 +60,44 @@ def check_state(state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is {value.dtype}; it must be {'whole' if whole else 'real'} numbers")
         if wrong := int((~value.float().isfinite()).sum()):
             raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
+
+
+def published_format(stored: dict[str, Any]) -> str:
+    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
+    names = stored.get("architectures")
+    found = [*stored, *(names if isinstance(names, list) else ())]
+    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
+
+
+def check_draft(source: str | Path, folder: Path | None = None) -> None:
+    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
+    if what := _describe_other(folder or Path(source), source):
+        raise ValueError(f"{source} is {what}")
+
+
+def _describe_other(path: Path, source: str | Path) -> str:
+    """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
+    if path.suffix == ".ckpt" and path.is_file():
+        return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
+    if path.is_file():
+        return "a file; a draft is a folder with config.json and model.safetensors"
+    if (path / "config.json").is_file():
+        return _describe_config(read_json(path / "config.json"), path, source)
+    if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
+        return f"a training's folder; its draft is {drafts[0]}"
+    if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
+        return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
+    return ""
+
+
+def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
+    """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
+    if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
+        return ""
+    if "poss_lightning" in stored:
+        return "a draft of ours as vLLM reads it; give the one that it was made from"
+    kind, layers = published_format(stored), stored.get("num_hidden_layers")
+    if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
+        return "a whole model: it may be the target, and a draft is trained for it"
+    convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
+    return f"a draft in a published format; one of ours is written by: {convert}"

@@ -10,72 +10,11 @@ embedding and a feature: attention reads both, each normed, and the residual con
 `norm_before_residual`.
 """
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.ranges import refuse_types
-
-
-class Rope(NamedTuple):
-    """Rotary cosines and sines, (B or 1, 1, T, d) each."""
-
-    cos: Tensor
-    sin: Tensor
-
-    def at(self, place: int) -> "Rope":
-        """The angles of one of the T positions, for any number of slots there."""
-        return Rope(self.cos[:, :, place : place + 1], self.sin[:, :, place : place + 1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3.1's rotary angles (`rope_type: llama3`), under its names: slow waves rotate `factor` times more slowly.
-
-    Waves that rotate `high_freq_factor` times or more in the original context stay as they are, those that rotate
-    `low_freq_factor` times or less are slowed, and the two are mixed for those between.
-
-    Raises:
-        ValueError: a number that cannot be; the message names it.
-    """
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-    def __post_init__(self):
-        refuse_types(self, "rope_scaling's ")
-        ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
-        if not (ascending and 1 <= self.factor < math.inf and self.original_max_position_embeddings >= 1):
-            raise ValueError(
-                f"rope_scaling is {self}; it must have a factor and an original length of at least 1, and "
-                "0 < low_freq_factor < high_freq_factor"
-            )
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
-
-
-def rope_at(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:
-    """Rotary angles of positions (B or 1, T)."""
-    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    frequencies = theta**-exponents
-    angles = positions[:, None, :, None].float() * (scaling(frequencies) if scaling else frequencies)  # (B, 1, T, d/2)
-    angles = torch.cat([angles, angles], dim=-1)
-    return Rope(angles.cos(), angles.sin())
-
-
-def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate (B, H, T, d) by the angles of its slots; computed in float32, returned in its own dtype."""
-    first, second = x.float().chunk(2, dim=-1)
-    half = torch.cat([-second, first], dim=-1)
-    return (x.float() * rope.cos + half * rope.sin).to(x.dtype)
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.rope import Rope, apply_rope
 
 
 class Norm(nn.RMSNorm):
@@ -89,19 +28,20 @@ class Specialist(nn.Module):
     """A decoder layer that serves one run of draft positions, in the EAGLE-2 layout: Z is D."""
 
     parts = 1  # of z, each D wide
-    norm_before_residual = False  # whether the residual continues from the normed h, where there is one
 
-    def __init__(self, *, width: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, norm_eps: float):
+    def __init__(self, config: DraftConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(self.parts * width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(self.parts * width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(self.parts * width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
-        self.norm = Norm(width, eps=norm_eps)
-        self.gate_proj = nn.Linear(width, intermediate, bias=False)
-        self.up_proj = nn.Linear(width, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, width, bias=False)
+        spec = config.target
+        width, inner = spec.hidden_size, config.intermediate_size or spec.intermediate_size
+        self.head_dim, self.norm_before_residual = spec.head_dim, config.norm_before_residual
+        self.q_proj = nn.Linear(self.parts * width, spec.heads * spec.head_dim, bias=False)
+        self.k_proj = nn.Linear(self.parts * width, spec.kv_heads * spec.head_dim, bias=False)
+        self.v_proj = nn.Linear(self.parts * width, spec.kv_heads * spec.head_dim, bias=False)
+        self.o_proj = nn.Linear(spec.heads * spec.head_dim, width, bias=False)
+        self.norm = Norm(width, eps=config.eps)
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def queries(self, z: Tensor, rope: Rope) -> Tensor:
         """(B, T, Z) -> (B, H, T, d)"""
@@ -158,11 +98,9 @@ class NormedSpecialist(Specialist):
 
     parts = 2
 
-    def __init__(self, *, width: int, norm_eps: float, norm_before_residual: bool = False, **sizes: int):
-        super().__init__(width=width, norm_eps=norm_eps, **sizes)
-        self.norm_before_residual = norm_before_residual
-        self.input_norm = Norm(width, eps=norm_eps)
-        self.hidden_norm = Norm(width, eps=norm_eps)
+    def __init__(self, config: DraftConfig):
+        super().__init__(config)
+        self.input_norm, self.hidden_norm = (Norm(config.target.hidden_size, eps=config.eps) for _ in range(2))
 
     def attention_input(self, z: Tensor) -> Tensor:
         return self.shared_input(z) * self._norm_weights().to(z.dtype)
@@ -189,10 +127,10 @@ class BlockLayer(Specialist):
     normed head by head, as in Qwen3.
     """
 
-    def __init__(self, *, width: int, norm_eps: float, **sizes: int):
-        super().__init__(width=width, norm_eps=norm_eps, **sizes)
-        self.input_norm = Norm(width, eps=norm_eps)
-        self.q_norm, self.k_norm = (Norm(self.head_dim, eps=norm_eps) for _ in range(2))
+    def __init__(self, config: DraftConfig):
+        super().__init__(config)
+        self.input_norm = Norm(config.target.hidden_size, eps=config.eps)
+        self.q_norm, self.k_norm = (Norm(self.head_dim, eps=config.eps) for _ in range(2))
 
     def queries(self, z: Tensor, rope: Rope) -> Tensor:
         return apply_rope(self.q_norm(_heads(self.q_proj(self.input_norm(z)), self.head_dim)), rope)

@@ -15,21 +15,38 @@ That is one causal block (the zeros) and k-1 diagonals, which is how `attention.
 block ends on the left too.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from poss_lightning.draft.attention import KeysValues, Packing, attend
+from poss_lightning.draft.specialists import Specialists
 
-if TYPE_CHECKING:  # calling a draft runs its unroll
-    from poss_lightning.draft.specialists import Specialists
+
+class Chain(Specialists):
+    """A draft that reads what it predicted, so that each position follows from the one before."""
+
+    def forward(
+        self,
+        embedded: Tensor,
+        draft_input: Tensor,
+        depth: int,
+        packing: Packing | None = None,
+        begins: Tensor | None = None,
+    ) -> list[Tensor]:
+        """`unroll`, which begins everywhere: one call per step, for strategies that shard or wrap the draft."""
+        return unroll(self, embedded, draft_input, depth, packing)
+
+    def join(self, embedded: Tensor, features: Tensor) -> Tensor:
+        """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, Z)."""
+        return torch.cat([embedded.to(features.dtype), features], dim=-1)
+
+    def next_features(self, predicted: Tensor) -> Tensor:
+        """What `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
+        return predicted
 
 
 def unroll(
-    draft: Specialists, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
+    draft: Chain, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
 ) -> list[Tensor]:
     """Run `depth` passes over rows of conversations.
 

@@ -23,7 +23,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import (
     check_settings,
     describe_method,
@@ -139,7 +139,7 @@ def benchmark(
     check_folder(out, *RUN_FILES)
     drafts = drafts or {}
     check_method_names(drafts)
-    loaded = {name: Specialists.from_pretrained(folder) for name, folder in drafts.items()}
+    loaded = {name: load_draft(folder) for name, folder in drafts.items()}
     sampling = check_options_fit(config)
     questions = read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)

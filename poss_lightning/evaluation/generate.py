@@ -14,7 +14,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.ranges import (
@@ -99,7 +99,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p)
     tree = tree or ("fixed" if show else "auto")
     lookup = choose_lookup(lookup, bool(draft), tree)
-    loaded = Specialists.from_pretrained(draft) if draft else None
+    loaded = load_draft(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     if prompt == "-" and not chat:  # of several processes only one comes so far
         prompt = sys.stdin.read().strip()

@@ -25,6 +25,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import (
     check_settings,
@@ -132,7 +133,7 @@ def _measure(
 
 
 def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
-    draft = Specialists.from_pretrained(source).to(device, getattr(torch, dtype)).eval()
+    draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
     return draft
@@ -144,12 +145,12 @@ def check_store(store: str, draft: DraftConfig | None) -> None:
     if draft and (difference := draft.target.difference(features.target)):
         raise ValueError(f"{store} is of another target than the draft: {difference}")
     if draft:
-        features.select(draft.layers)
+        features.select(draft.aux_layers)
 
 
 def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
     """Conversation, turn and answer, with the layers that the draft reads."""
-    chosen = store.select(draft.config.layers)
+    chosen = store.select(draft.config.aux_layers)
     samples = (chosen[i] for i in range(len(chosen)))
     return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 

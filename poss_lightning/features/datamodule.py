@@ -83,7 +83,7 @@ class FeatureData(lightning.LightningDataModule):
         """Let batches carry the inner layers that the module in training reads, and no others."""
         self.schedule = None  # of an earlier fit
         module = self.trainer and self.trainer.lightning_module
-        self.source = self.source.select(getattr(module, "layers", ()))
+        self.source = self.source.select(getattr(module, "aux_layers", ()))
 
     def train_dataloader(self) -> Loader:
         return Loader(self.source, self.training_schedule(), self.workers)

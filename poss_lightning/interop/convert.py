@@ -10,9 +10,9 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.config import published_format
-from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft, published_format
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, METHODS, NUMBERED, Layout, check_expressible, find_layout, refuse
@@ -71,7 +71,7 @@ def convert(
 
 def _load_ours(source: str) -> Draft:
     """A draft in our format, checked, with its tensors as they are stored."""
-    draft = Specialists.from_pretrained(source)
+    draft = load_draft(source)
     config, state = draft.config, {"scale": draft.scale} | load_file(find_draft(source) / WEIGHTS)
     if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is stored as none
         config = replace(config, vocabulary_size=None)
@@ -189,8 +189,8 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
-    layers = list(config.layers)
-    inner = f"; reads the outputs of target layers {layers}, counted from 1" if config.reads_inner_layers else ""
+    layers = list(config.aux_layers)
+    inner = f"; reads the outputs of target layers {layers}, counted from 1" if layers else ""
     print(f"{out}: {_describe_usage(output_format, config, out)}{inner}")
 
 

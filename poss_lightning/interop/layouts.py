@@ -188,6 +188,6 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
 
 def check_layers(config: DraftConfig) -> None:
     """Raise ValueError where published code would read other layers of the target: it takes them in ascending order."""
-    layers = list(config.layers)
+    layers = list(config.aux_layers)
     words = f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
     refuse((layers != sorted({*layers}), words + "three need a target of 7 layers or more"))

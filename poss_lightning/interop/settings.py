@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from poss_lightning.draft.config import SWITCHES, DraftConfig
-from poss_lightning.draft.layer import RopeScaling
+from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.target.spec import TargetSpec
 
@@ -148,7 +148,7 @@ def _find_layers(stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...]
 
     Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
     """
-    top, usual = stated.get(LAYER_IDS), list(config.layers)
+    top, usual = stated.get(LAYER_IDS), list(config.aux_layers)
     ids, from_0 = top or mapping(stated, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
     words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
     check_setting(not top or top != from_0, LAYER_IDS, top, words)
@@ -178,8 +178,8 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     bias = {} if "fc.bias" in tensors else {"bias": False}
     if "layers.0.self_attn.q_proj.bias" in tensors:
         bias = {"attention_bias": True}
-    rope, from_0 = rope_parameters(config), [layer - 1 for layer in config.layers]
-    layers = {LAYER_IDS: list(config.layers), "eagle_config": {LAYER_IDS: from_0}}  # as vLLM reads them; as SGLang
+    rope, from_0 = rope_parameters(config), [layer - 1 for layer in config.aux_layers]
+    layers = {LAYER_IDS: list(config.aux_layers), "eagle_config": {LAYER_IDS: from_0}}  # as vLLM reads them; as SGLang
     block = {
         "model_type": "qwen3",
         "block_size": config.depth + 1,
@@ -209,7 +209,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **own_head,
         **bias,
         **(block if config.one_pass else {}),
-        **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.layers)} if layout.states_draft else {}),
+        **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.aux_layers)} if layout.states_draft else {}),
         **(layers if config.own_head and config.inner_layers else {}),
     }
 

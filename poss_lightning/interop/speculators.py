@@ -78,7 +78,7 @@ def nest(published: dict[str, Any], config: DraftConfig, target: Target) -> dict
         LAYER_KEYS: layer | {"rope_parameters": rope_parameters(config), "attention_bias": False, "mlp_bias": False},
         "draft_vocab_size": published["draft_vocab_size"],
         "target_hidden_size": None,
-        LAYER_IDS: list(config.layers),
+        LAYER_IDS: list(config.aux_layers),
         **{key: getattr(config, key) for key in SWITCHES},  # vLLM's defaults are not all false
         "embed_requires_grad": False,
         "tie_word_embeddings": False,

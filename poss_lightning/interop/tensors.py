@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import check_state
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.kinds import make_draft
 from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout, refuse
 from poss_lightning.target.spec import EmbedHead
 
@@ -88,7 +89,7 @@ def to_ours(
             others = f" (and {len(found) - 1} more)" if found[1:] else ""
             raise ValueError(f"{found[0]} {words}{others}")
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in Specialists(config, kept).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in make_draft(config, kept).state_dict().items()}
     dtype = tensors["fc.weight"].dtype
     defaults = {
         "scale": torch.ones(shapes["scale"]),

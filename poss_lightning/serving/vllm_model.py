@@ -120,8 +120,8 @@ class Specialists(nn.Module):
     def __init__(self, draft: DraftConfig, depth: int, context: int, vllm_config: VllmConfig, prefix: str):
         super().__init__()
         self.draft, self.depth = draft, depth
-        normed, width = draft.reads_inner_layers, draft.target.hidden_size
-        parts = len(draft.layers) if normed else 2
+        normed, width = bool(draft.aux_layers), draft.target.hidden_size
+        parts = len(draft.aux_layers) if normed else 2
         self.embed_tokens = nn.Module()  # until vLLM puts the target's here, if it is as wide
         self.embed_tokens.register_buffer("weight", torch.empty(0, width), persistent=False)
         self.fc = ReplicatedLinear(parts * width, width, not normed, prefix=f"{prefix}.fc", return_bias=False)
@@ -143,7 +143,7 @@ class Specialists(nn.Module):
         """What the head and the next position read, (S, D) each, from tokens (S,) and the features on their left."""
         position = draft_position(self.caches[0])
         joined = torch.cat([self.embed_tokens(input_ids), features], dim=-1)
-        z = joined if self.draft.reads_inner_layers else self.fc(joined)
+        z = joined if self.draft.aux_layers else self.fc(joined)
         serving = self.draft.specialist_at(position)
         # those that make keys and values of the slots that this position is the first to read
         makers = {self.draft.kv_specialist(each, position) for each in range(position, self.depth + 1)}

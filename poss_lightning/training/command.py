@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from poss_lightning.configs import config_files, explain_option, set_up_parser
+from poss_lightning.configs import config_files, explain_option, get_types, set_up_parser
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
@@ -130,8 +130,7 @@ class Training(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         command, *rest = choose_help(self._parser(args[0]), args)
-        actions = self._parser(command)._actions
-        files, types = config_files(rest), {each.dest: getattr(each, "_typehint", each.type) for each in actions}
+        files, types = config_files(rest), get_types(self._parser(command))
         try:
             with _no_environment():
                 # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.tokens import count_tokens, most_frequent
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import TRAINED_ON, check_state, decode_digests
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.kinds import load_draft, make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.writing import tokenize
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.ranges import Count, Size, check_numbers
@@ -61,7 +63,7 @@ def export(
     """
     check_new(out)
     is_checkpoint = Path(source).is_file() or source.endswith(".ckpt")
-    draft = _load_draft(Path(source)) if is_checkpoint else Specialists.from_pretrained(source)
+    draft = _load_draft(Path(source)) if is_checkpoint else load_draft(source)
     if vocabulary_size is not None:
         draft = _cut(draft, source, vocabulary_size, corpus, target, split, limit)
     with announced(f"writing {out}"), atomic_folder(out) as folder:
@@ -114,7 +116,7 @@ def _load_draft(checkpoint: Path) -> Specialists:
     config = DraftConfig.from_json(stored["draft"], checkpoint)
     try:
         check_state(weights)
-        draft = Specialists(config, weights.get("vocabulary"))
+        draft = make_draft(config, weights.get("vocabulary"))
         draft.load_state_dict(weights)
         draft.trained_on = decode_digests(stored.get(TRAINED_ON, ""))
     except (RuntimeError, ValueError) as error:

@@ -28,8 +28,8 @@ from typing import Any
 import yaml
 
 from poss_lightning.configs import locate_configs
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, WEIGHTS
-from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
 from poss_lightning.training.run_folder import FINISHED, LAST, has_outputs, only_training

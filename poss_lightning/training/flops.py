@@ -6,7 +6,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import Specialists
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -16,7 +18,7 @@ def empty_draft(config: DraftConfig) -> Specialists:
     """A draft on the meta device: its parameters have shapes, but take no memory."""
     size = config.vocabulary_size
     with torch.device("meta"):
-        return Specialists(config, None if size is None else torch.arange(size, device="cpu"))
+        return make_draft(config, None if size is None else torch.arange(size, device="cpu"))
 
 
 def count_parameters(config: DraftConfig) -> int:
@@ -38,7 +40,7 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
         slots: slots with a loss, where a block begins; a tensor gives a tensor.
         context: mean number of keys per query.
     """
-    spec, depth, layers = config.target, config.depth, len(config.layers)
+    spec, depth, layers = config.target, config.depth, len(config.aux_layers)
     width, inner = spec.hidden_size, config.intermediate_size or spec.intermediate_size
     queried, shared = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim  # widths of all queries, of all keys
     # The target's logits; of each pass its logits and their gradient by the features, and by an own head.
@@ -48,9 +50,9 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: Numb
         block = places * (width * (2 * queried + 3 * inner + 2 * shared) + 2 * queried * (context + places))
         of_context = 2 * layers * width * width + 3 * config.block_layers * 2 * width * shared
         return 2 * tokens * of_context + 2 * slots * (3 * config.block_layers * block + head)
-    joined = width * (2 if config.reads_inner_layers else 1)  # width of z, which queries, keys and values project
+    joined = width * (2 if layers else 1)  # width of z, which queries, keys and values project
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
-    fc = 2 * layers * width * width if config.reads_inner_layers else (2 * depth + inputs) * 2 * width * width
+    fc = 2 * layers * width * width if layers else (2 * depth + inputs) * 2 * width * width
     specialists = 3 * depth * (joined * queried + width * (queried + 3 * inner))  # queries; output and gated MLP
     keys_values = 3 * len(config.kv_pairs(depth)) * joined * 2 * shared
     attention = 3 * depth * 2 * queried * context  # scores and values

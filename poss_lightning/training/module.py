@@ -11,9 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.config import Kind
+from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
@@ -22,7 +22,7 @@ from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_w
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
-from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
+from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers
 from poss_lightning.training.optimizers import NormGuard, check_precision, check_trainer, make_optimizer, schedule_rate
 from poss_lightning.training.resume import adopt_rate, check_same_draft, epoch_steps, restore_schedule
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
@@ -42,20 +42,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     Args:
         store: address of a store, or the `source` of a `FeatureData`, with the target's sizes, embedding and head.
-        allocation: positions served by each specialist, e.g. [2, 2, 2].
-        depth: passes of the unroll in training; None for the sum of the allocation.
-        detach: detach features between passes.
-        intermediate_size: width of a specialist's MLP; None for the target's.
-        kv: "separate" keys and values for each specialist, or "shared": one cache for all.
-        kind: "eagle2"; for a store with inner layers "eagle3" (predicts no feature, and has its own head, which learns
-            where the vocabulary holds the target's most likely token) or "block" (all positions in one pass).
-        block_layers: decoder layers of a draft of kind block.
         anchors: maximum number of blocks per row, drawn again in each step; None for one at each slot that counts.
-        window: sliding window, the number of slots that a query sees, with its own; None for all on its left.
-        fc_norm: norm each inner layer before they are fused; only for kind eagle3, like norm_output (both: EAGLE-3.1).
-        norm_output: let the next pass read the normed output, as the head does.
-        vocabulary_size: propose only that many tokens, the most common in the store's answers; None for all. A draft of
-            kind eagle3 keeps the vocabulary of the draft it starts from, if that has the same size or this is None.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None for random weights.
         normalise: scale the input of a draft with random weights, per dimension, to a mean square of 1. With start_from
             the scale is that of the other draft.
@@ -73,10 +60,11 @@ class SpecialistTraining(lightning.LightningModule):
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
         mean_over: average the loss over the "slots" that count in an optimizer step, or over all its "tokens".
         chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for 512 on a GPU and 128 on a CPU.
+        draft: options of the draft, see `DraftOptions`.
 
     Attributes:
         draft: the specialists.
-        layers: the target's layers that the draft reads, which `FeatureData` puts into its batches.
+        aux_layers: the target's layers that the draft reads, which `FeatureData` puts into its batches.
 
     Raises:
         ValueError: a value out of its range, or a depth that never reaches every specialist.
@@ -85,18 +73,8 @@ class SpecialistTraining(lightning.LightningModule):
     def __init__(
         self,
         store: str | list[str] | Source,
-        allocation: list[Position],
-        depth: Position | None = None,
-        detach: bool = True,
-        intermediate_size: Size | None = None,
-        kv: Literal["separate", "shared"] = "separate",
-        kind: Kind = "eagle2",
-        block_layers: Size = 1,
+        *,
         anchors: Count | None = None,
-        window: Tokens | None = None,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        vocabulary_size: Size | None = None,
         start_from: str | None = None,
         normalise: bool = True,
         loss: dict[str, Weight] | None = None,
@@ -109,39 +87,28 @@ class SpecialistTraining(lightning.LightningModule):
         warmup: ShareOrNone = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
         chunk: Count | None = None,
+        **draft: Any,
     ):
         refuse_numbers(SpecialistTraining, locals())
+        options = DraftOptions(**draft)
         super().__init__()
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
         features = FeatureStore(store) if isinstance(store, str | list) else store
         if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
-        start = Specialists.from_pretrained(start_from) if start_from else None
-        vocabulary = choose_vocabulary(features, vocabulary_size, start)
-        config = DraftConfig(
-            target=features.target,
-            allocation=tuple(allocation),
-            depth=sum(allocation) if depth is None else depth,
-            detach=detach,
-            intermediate_size=intermediate_size,
-            vocabulary_size=None if vocabulary is None else len(vocabulary),
-            kv=kv,
-            kind=kind,
-            block_layers=block_layers,
-            window=window,
-            fc_norm=fc_norm,
-            norm_output=norm_output,
-            **inherited(start, kind),
-        )
+        start = load_draft(start_from) if start_from else None
+        vocabulary = choose_vocabulary(features, options.vocabulary_size, start)
+        size = None if vocabulary is None else len(vocabulary)
+        config = options.config_for(features.target, vocabulary_size=size, **inherited(start, options.kind))
         check_reach(config, anchors)
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
         self.guard = NormGuard()
-        self.layers, features = config.layers, features.select(config.layers)
+        self.aux_layers, features = config.aux_layers, features.select(config.aux_layers)
         self.draft, self.embed_head = begin_draft(config, features, vocabulary, start, normalise)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
-        self.eval_depth = max(config.depth, sum(allocation))  # as deep as decoding
+        self.eval_depth = max(config.depth, sum(config.allocation))  # as deep as decoding
         config.check_depth(self.eval_depth)
         weighted = [name for name, weight in self.loss_weights.items() if weight]
         weighted += ["extra"] * (type(self).extra_losses is not SpecialistTraining.extra_losses)

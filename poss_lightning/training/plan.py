@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import torch
 
-from poss_lightning.draft.config import DEFAULT_ALLOCATIONS, DraftConfig, Kind
+from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.features.encoding import vector_bytes
-from poss_lightning.ranges import Amount, Position, Processes, Size, Tokens, check_numbers
+from poss_lightning.ranges import Amount, Processes, Tokens, check_numbers
 from poss_lightning.target.describe import spec_of
 from poss_lightning.target.loading import load_config
 from poss_lightning.target.spec import TargetSpec
@@ -36,21 +36,14 @@ TIED = {"smollm2-135m"}  # the head is the embedding
 @check_numbers
 def plan(
     target: str = "llama-3-8b",
-    allocation: list[Position] | None = None,
-    depth: Position | None = None,
     strategy: Literal["one", "ddp", "zero1", "zero2", "zero3"] | None = None,
     processes: Processes = 1,
-    detach: bool = True,
-    intermediate_size: Size | None = None,
-    vocabulary_size: Size | None = None,
-    kv: Literal["separate", "shared"] = "separate",
-    kind: Kind = "eagle2",
-    block_layers: Size = 1,
     optimizer: Literal["adamw", "muon"] = "adamw",
     stored: Literal["exact", "float8"] = "exact",
     conversation: Tokens = 2048,
     corpus_tokens: Amount = 1e8,
     rate: Amount = 200.0,
+    **draft: Any,
 ) -> None:
     """Print what a training would need with precision bf16-mixed, without a target, a store or a GPU.
 
@@ -59,22 +52,14 @@ def plan(
 
     Args:
         target: llama-3-8b, llama-3.1-8b, llama-2-13b, qwen3-8b, smollm2-135m, or a local folder with a config.json.
-        allocation: positions served by each specialist; PosS-2's, [2, 2, 2], by default, and [7] of a block draft.
-        depth: passes of the unroll in training; None for the sum of the allocation.
         strategy: how processes share the work; "one" (a single process) by default, or "ddp" for several.
         processes: number of processes.
-        detach: detach features between passes.
-        intermediate_size: width of a specialist's MLP; None for the target's.
-        vocabulary_size: propose only that many tokens; None for all.
-        kv: "separate" keys and values for each specialist, or "shared".
-        kind: layout of the draft. "eagle3" reads three inner layers, which the store keeps, and has its own head;
-            "block" reads them, too, and drafts all positions in one pass.
-        block_layers: decoder layers of a draft of kind block.
         optimizer: adamw or muon.
         stored: features in the target's bfloat16 (exact) or in 8 bits (float8).
         conversation: tokens per conversation, for the cost of attention.
         corpus_tokens: tokens per epoch, all taken to be in the loss.
         rate: TFLOP/s of one process (`throughput/teraflops` is that of all processes).
+        draft: options of the draft, see `DraftOptions`.
 
     Raises:
         ValueError: an unknown target, a value out of its range, or a strategy that Muon cannot train with.
@@ -85,27 +70,13 @@ def plan(
     if optimizer == "muon" and strategy.startswith("zero"):
         raise ValueError(UNDIVIDED)
     spec, tied = find_target(target)
-    allocation = allocation or DEFAULT_ALLOCATIONS.get(kind, [2, 2, 2])
-    depth = depth or sum(allocation)
-    config = DraftConfig(
-        target=spec,
-        allocation=tuple(allocation),
-        depth=depth,
-        detach=detach,
-        intermediate_size=intermediate_size,
-        vocabulary_size=vocabulary_size,
-        kv=kv,
-        kind=kind,
-        block_layers=block_layers,
-    )
+    config = DraftOptions(**draft).config_for(spec)
     check_reach(config)
-    if (vocabulary_size or 1) > spec.vocab_size:
-        raise ValueError(
-            f"vocabulary_size is {vocabulary_size}; it must lie between 1 and {spec.vocab_size} ({target})"
-        )
-    vocabulary, count = vocabulary_size or spec.vocab_size, count_parameters(config)
+    if (vocabulary := config.vocabulary_size or spec.vocab_size) > spec.vocab_size:
+        raise ValueError(f"vocabulary_size is {vocabulary}; it must lie between 1 and {spec.vocab_size} ({target})")
+    count = count_parameters(config)
     memory = state_bytes(config, strategy, processes, optimizer)
-    rows = spec.vocab_size + (0 if tied and not vocabulary_size else vocabulary)
+    rows = spec.vocab_size + (0 if tied and not config.vocabulary_size else vocabulary)
     memory["embedding and head"] = 2 * spec.hidden_size * rows
     flops = step_flops(config, vocabulary=vocabulary, tokens=1, slots=1, context=(conversation + 1) / 2) * corpus_tokens
     checkpoint, size = 4 * count + moment_bytes(config, optimizer), token_bytes(config, stored)
@@ -165,4 +136,4 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
 
 def token_bytes(config: DraftConfig, stored: str) -> int:
     """Bytes per token in a feature store: vectors, token id and greedy id. A conversation adds about 60."""
-    return (1 + len(config.layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4
+    return (1 + len(config.aux_layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4

@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from poss_lightning.draft.config import Kind
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig, Kind
+from poss_lightning.draft.kinds import Eagle3, make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.target.spec import EmbedHead
@@ -50,12 +51,12 @@ def begin_draft(
 
     With `normalise`, a draft with random weights scales its input to a mean square of 1.
     """
-    draft, full = Specialists(config, vocabulary), features.embed_head()
+    draft, full = make_draft(config, vocabulary), features.embed_head()
     embed_head = full.restrict(vocabulary)
     draft.init_head(embed_head)
     if start:
         draft.start_from(start)
-        if config.fc_norm and not start.config.fc_norm:
+        if isinstance(draft, Eagle3) and config.fc_norm and not start.config.fc_norm:
             draft.init_fc_norm(features.root_mean_square())
     elif normalise:
         embedded, inputs = full.embedding.float().square().mean().sqrt(), features.root_mean_square()

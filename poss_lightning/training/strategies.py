@@ -19,6 +19,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from poss_lightning.draft.kinds import make_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.files import atomic
 
@@ -71,7 +72,7 @@ def gather_state(
 
 def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
     with torch.device("meta"):  # draws no random numbers
-        undivided = Specialists(draft.config, state.get("vocabulary"))
+        undivided = make_draft(draft.config, state.get("vocabulary"))
     undivided.load_state_dict(state, assign=True)
     undivided.trained_on = draft.trained_on
     return undivided

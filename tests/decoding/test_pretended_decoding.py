@@ -162,7 +162,7 @@ def test_replayed_acceptance_is_the_hosts(device, kind):
     pairs = [(engine_of(target, kind).drafter.draft, target) for target in (load("cpu", kind), load(DEVICE, kind))]
     draft, target = pairs[0]
     answer = answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]
-    sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.layers)
+    sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.aux_layers)
     drawn, rounds = sample._replace(draws=[Draw(Sampling(0.8), 3)]), []
     for draft, target in pairs:
         rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], depth=2, nodes=5))

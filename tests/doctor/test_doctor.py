@@ -12,7 +12,7 @@ from torch import Tensor
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.measure import replayed, served_counts, unrolled
 from poss_lightning.doctor.readings import Reading
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
@@ -27,7 +27,7 @@ State = dict[str, Tensor]
 
 def planted(source: Path, folder: Path, other: Callable[[State], State] = dict, **config) -> Path:
     """A copy of a draft with other tensors, and with other fields of its config."""
-    draft = Specialists.from_pretrained(source)
+    draft = load_draft(source)
     draft.load_state_dict(draft.state_dict() | other(draft.state_dict()))
     draft.config = replace(draft.config, **config)
     draft.save_pretrained(folder)
@@ -121,15 +121,16 @@ def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(lear
 
 def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
     wide = write_target(tmp_path / "wide", hidden_size=64)
-    assert examine(learnt["eagle2"], target=wide).splitlines()[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
+    said = examine(learnt["eagle2"], target=wide).splitlines()[-2:]
+    assert said == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
 
 
 def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path, examine, prompts):
     """To the digit: the same sums of a validation, and the same rounds."""
     write_store(tmp_path / "store", deep, talks()[:8], layers=(2, 4, 5), **SIZES)
     store = FeatureStore(tmp_path / "store")
-    samples, draft = [store[i] for i in range(len(store))], Specialists.from_pretrained(learnt["eagle3"])
-    reading = Reading(deep, draft.config, draft.state_dict(), {}, deep.embed_head, draft.config.layers)
+    samples, draft = [store[i] for i in range(len(store))], load_draft(learnt["eagle3"])
+    reading = Reading(deep, draft.config, draft.state_dict(), {}, deep.embed_head, draft.config.aux_layers)
     training = SpecialistTraining(
         str(tmp_path / "store"), [3], kind="eagle3", depth=2, start_from=str(learnt["eagle3"])
     )
@@ -166,8 +167,8 @@ def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_fold
     printed = examine(tmp_path / draft, *words)
     assert verb == "doctor" and "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5: position 1 from" in printed
     assert 'for vllm: "eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in printed
-    fixed, healthy = (Specialists.from_pretrained(each) for each in (tmp_path / "fixed", learnt["eagle3"]))
-    assert fixed.config.layers == healthy.config.layers
+    fixed, healthy = (load_draft(each) for each in (tmp_path / "fixed", learnt["eagle3"]))
+    assert fixed.config.aux_layers == healthy.config.aux_layers
     state, own = fixed.state_dict(), healthy.state_dict()
     assert torch.allclose(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
     assert all(torch.equal(value, own[name]) for name, value in state.items())

@@ -8,8 +8,9 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 
-from poss_lightning.draft import specialists
-from poss_lightning.draft.card import model_card
+from poss_lightning.draft import card as cards
+from poss_lightning.draft.card import model_card, push_to_hub
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from tests.support.tiny import tiny_draft
 
@@ -28,13 +29,13 @@ def test_what_is_uploaded_is_the_draft(target, tmp_path, monkeypatch):
     hub, api = tmp_path / "hub", create_autospec(HfApi, instance=True)
     api.create_repo.side_effect = lambda repo_id, **_: RepoUrl(f"https://huggingface.co/{repo_id}")
     api.upload_folder.side_effect = lambda folder_path, **_: shutil.copytree(folder_path, hub)
-    monkeypatch.setattr(specialists, "HfApi", lambda: api)
+    monkeypatch.setattr(cards, "HfApi", lambda: api)
     draft = for_target(target, "/home/me/models/llama")
-    url = draft.push_to_hub(REPO, private=True, license="mit", measured="| τ |\n|---|\n| 3.7 |")
+    url = push_to_hub(draft, REPO, private=True, license="mit", measured="| τ |\n|---|\n| 3.7 |")
     assert url == f"https://huggingface.co/{REPO}"
     api.create_repo.assert_called_once_with(REPO, private=True, exist_ok=True)
     assert {path.name for path in hub.iterdir()} == {"README.md", "config.json", "model.safetensors"}
-    back = Specialists.from_pretrained(hub)
+    back = load_draft(hub)
     torch.testing.assert_close(back.state_dict(), draft.state_dict(), rtol=0, atol=0)
     assert back.config == replace(draft.config, target=replace(draft.config.target, name="llama"))
     assert back.trained_on == draft.trained_on

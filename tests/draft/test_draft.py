@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.draft import folder as folders
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.target.spec import EmbedHead
 from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.unrolling import LLAMA3
@@ -89,7 +90,7 @@ def test_save_then_load_is_identity_and_nothing_frozen_is_stored(deep, tmp_path,
     draft = tiny_draft(deep, allocation, vocabulary=vocabulary, **config)
     draft.init_head(deep.embed_head.restrict(vocabulary))
     draft.save_pretrained(tmp_path)
-    loaded = Specialists.from_pretrained(tmp_path)
+    loaded = load_draft(tmp_path)
     assert loaded.config == draft.config
     torch.testing.assert_close(loaded.state_dict(), draft.state_dict(), rtol=0, atol=0)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
@@ -101,15 +102,15 @@ def test_a_shipped_draft_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp
     draft = tiny_draft(target, [2, 2]).bfloat16()
     draft.save_pretrained(tmp_path / "embedded-pair")
     monkeypatch.setattr(folders, "SHIPPED", tmp_path)
-    read = Specialists.from_pretrained("embedded-pair").state_dict()
+    read = load_draft("embedded-pair").state_dict()
     torch.testing.assert_close(read, draft.float().state_dict(), rtol=0, atol=0)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # any other name is the hub's
-        Specialists.from_pretrained("embedded-other")
+        load_draft("embedded-other")
 
 
 def test_the_shipped_drafts_are_complete_and_small():
-    hass, poss = (Specialists.from_pretrained(name).config for name in folders.shipped())
+    hass, poss = (load_draft(name).config for name in folders.shipped())
     assert (hass.allocation, poss.allocation) == ((6,), (2, 2, 2)) and not hass.target.difference(poss.target)
     assert sum(path.stat().st_size for path in folders.SHIPPED.rglob("*.safetensors")) <= 32e6
 
@@ -149,7 +150,7 @@ def test_fc_norm_begins_with_inputs_of_a_mean_square_of_one_or_as_the_fc_without
 def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
     def refused(words, kind=ValueError):
         with pytest.raises(kind, match=words):
-            Specialists.from_pretrained(tmp_path)
+            load_draft(tmp_path)
 
     config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
     refused(r"has no config\.json", FileNotFoundError)
@@ -175,7 +176,7 @@ def test_weights_that_cannot_draft_are_refused_by_name(deep, tmp_path, convert):
     tiny_draft(deep, [2]).save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", "eagle")
     read_theirs = partial(convert, tmp_path / "theirs", tmp_path / "out", "--input_format", "eagle")
-    for folder, read in ("ours", partial(Specialists.from_pretrained, tmp_path / "ours")), ("theirs", read_theirs):
+    for folder, read in ("ours", partial(load_draft, tmp_path / "ours")), ("theirs", read_theirs):
         path = tmp_path / folder / "model.safetensors"
         state = load_file(path)
         [name] = (name for name in state if name.endswith("q_proj.weight"))
@@ -208,7 +209,7 @@ def test_a_head_of_its_own_begins_as_the_target_s_and_continues_as_another_draft
         (EAGLE3, {}, "kind eagle2, and this one eagle3"),
         (EAGLE3, EAGLE3 | {"fc_norm": True}, "fc_norm, and this one has not: make fc_norm true"),
         (EAGLE3, EAGLE3 | {"norm_output": True}, "norm_output, and this one has not: make norm_output true"),
-        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"layers \(1, 3\), and this one \(2, 4, 5\)"),
+        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"aux_layers \(1, 3\), and this one \(2, 4, 5\)"),
         (BLOCK, BLOCK | {"norm_eps": 0.01}, "norm_eps 0.01, and this one None"),
     ],
     ids=str,

@@ -9,7 +9,9 @@ from poss_lightning.corpus.draws import Draw, last_draws
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import replay
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
@@ -70,7 +72,7 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     words = torch.tensor(sorted(token for token, _ in common))
     torch.manual_seed(seed)
     sizes = {"allocation": allocation, "depth": sum(allocation), "vocabulary_size": len(words)}
-    return Specialists(DraftConfig(target=target.spec, **sizes, **options), words).eval()
+    return make_draft(DraftConfig(target=target.spec, **sizes, **options), words).eval()
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, way,
     assert [one.tokens for one in decoded] == plain
     cut = [answer[-1] not in target.chat.stops for answer in plain]
     samples = [
-        (ended if was_cut else read)(target, prompt, answer, layers=draft.config.layers)
+        (ended if was_cut else read)(target, prompt, answer, layers=draft.config.aux_layers)
         for was_cut, prompt, answer in zip(cut, PROMPTS, plain, strict=True)
     ]
     if sees:
@@ -112,7 +114,7 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     plain = Autoregressive(target).decode(PROMPTS[:1], LIMIT, frozenset())[0].tokens
     end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
     whole = target.spec.vocab_size
-    draft = Specialists(DraftConfig(target=target.spec, allocation=(1,), depth=1)).eval()
+    draft = make_draft(DraftConfig(target=target.spec, allocation=(1,), depth=1)).eval()
     own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)

@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation import replay as module
 from poss_lightning.evaluation.provenance import describe_training
 from poss_lightning.evaluation.replay import replay
@@ -87,17 +87,17 @@ def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_pat
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     """When it is exported, from a checkpoint too, and when a training on other text starts from it."""
     folder, data = trained
-    known = Specialists.from_pretrained(folder / "draft-last").trained_on
+    known = load_draft(folder / "draft-last").trained_on
     assert known == {data.source.digest(i) for i in data.train} and len(known) == len(data.train)
     assert max(known) > 2**56, "of 32 bits, some of a million texts would be among others by chance"
     for number, source in enumerate((folder / "draft-last", folder / "last.ckpt")):
         export(str(source), str(tmp_path / str(number)), "bfloat16")
-        assert Specialists.from_pretrained(tmp_path / str(number)).trained_on == known
+        assert load_draft(tmp_path / str(number)).trained_on == known
     store = extracted(tmp_path / "store", [Conversation(str(i), OTHER * (i + 1)) for i in range(9)])
     train(store, tmp_path / "second", start_from=str(folder / "draft-last"))
-    after = Specialists.from_pretrained(tmp_path / "second" / "draft-last").trained_on
+    after = load_draft(tmp_path / "second" / "draft-last").trained_on
     assert after > known
-    assert Specialists.from_pretrained("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
+    assert load_draft("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
 
 
 def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path):

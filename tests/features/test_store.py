@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError, verify_files
@@ -163,7 +163,7 @@ def test_a_training_takes_several_stores(two, tmp_path):
     stores, sizes = f"--data.store=[{','.join(two)}]", ("--model.allocation=[1]", "--data.validation=0.3")
     short = ("accelerator=cpu", "precision=32-true", "max_steps=1", "logger=false")
     assert run_in(tmp_path, "fit", stores, *sizes, *(f"--trainer.{option}" for option in short)).code is None
-    trained_on = Specialists.from_pretrained(tmp_path / "draft-last").trained_on
+    trained_on = load_draft(tmp_path / "draft-last").trained_on
     own = FeatureStore(two[1])
     assert any(own.digest(i) in trained_on for i in range(len(own)) if own.ids[i].startswith("b"))
 

@@ -9,7 +9,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Settled
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.folder import shipped
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.cache import CUDA_STEP
@@ -120,7 +120,7 @@ def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
 def test_shipped_drafts_on_the_embedded_target_are_lossless_in_float32(device, law):
     target = Target.load("embedded", "float32", str(device))
     count, limit = (4, 64) if device.type == "cpu" else (12, 128)
-    drafts = [Specialists.from_pretrained(name) for name in shipped()]
+    drafts = [load_draft(name) for name in shipped()]
     decoders = [Autoregressive(target), *(Speculative(target, draft, nodes=20, tree_width=5) for draft in drafts)]
     plain = Autoregressive(target, graphs=False)
     for question in read_suites(limit=2)[:count]:

@@ -92,10 +92,10 @@ def test_a_step_s_losses_and_gradients_are_those_of_the_cpu(store, device, optio
 def losses_and_gradients(store: str, device: torch.device, options: dict) -> list[Tensor]:
     """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
-    module = SpecialistTraining(store, [1, 2], **options)
+    module = SpecialistTraining(store, allocation=[1, 2], **options)
     spread(module.draft)
     data = FeatureData(store, batch_tokens=256)
-    data.source = data.source.select(module.layers)
+    data.source = data.source.select(module.aux_layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
     losses, _ = module.to(device)._losses(batch, 3)
     losses.total.backward()

@@ -50,7 +50,7 @@ def agree(folder: Path, draft: Specialists, target: Target, config: dict | None 
     Args:
         config: the keys of its config.json, where they are not as EAGLE publishes them.
     """
-    generator, inner = torch.Generator().manual_seed(0), draft.config.reads_inner_layers
+    generator, inner = torch.Generator().manual_seed(0), draft.config.aux_layers
     tokens = torch.randint(VOCABULARY, (4 + DEPTH,), generator=generator)
     outputs = torch.randn(5, draft.fc.in_features if inner else D, generator=generator)
     make = naive.PublishedEagle3 if inner else naive.PublishedDraft

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.settings import parse_config
 from tests.support.layouts import CONFIG, VOCABULARY, put, read, same
@@ -44,7 +44,7 @@ def dflash(deep) -> dict[str, Tensor]:
 def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp_path, capsys):
     tensors = dflash(deep)
     convert(put(tmp_path / "theirs", tensors, **STATED), tmp_path / "ours", "--input_format", "dflash")
-    ours = Specialists.from_pretrained(tmp_path / "ours")
+    ours = load_draft(tmp_path / "ours")
     own = {"kind": "block", "allocation": (5,), "depth": 5, "block_layers": 2, "detach": False}
     given = {"inner_layers": (2, 4, 5), "mask_token": 319}
     assert ours.config == DraftConfig(target=ours.config.target, **own, **given)

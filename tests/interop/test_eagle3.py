@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop.convert import parse_published
 from poss_lightning.interop.layouts import LAYOUTS
 from tests.interop.published import FUSED, FUSED_BY, KEY, SOME, agree, eagle3
@@ -30,12 +30,12 @@ def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_pat
     for output in [*engines, "speculators"]:
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
         agree(tmp_path / output, draft, deep)
-        fused_by = {FUSED_BY: [layer - 1 for layer in draft.config.layers]}  # counted from 0
+        fused_by = {FUSED_BY: [layer - 1 for layer in draft.config.aux_layers]}  # counted from 0
         from_0 = fused_by if "inner_layers" in variant and output != "speculators" else None
         assert stated(tmp_path / output).get("eagle_config") == from_0  # which SGLang reads
         back = "speculators" if output == "speculators" else "eagle3"
         convert(tmp_path / output, tmp_path / f"back-{output}", "--input_format", back)
-        read_back = Specialists.from_pretrained(tmp_path / f"back-{output}")
+        read_back = load_draft(tmp_path / f"back-{output}")
         assert read_back.config == replace(draft.config, target=read_back.config.target)
         agree(tmp_path / output, read_back, deep)
     for output in {"eagle3", "vllm", "sglang"} - set(engines):
@@ -60,7 +60,7 @@ def test_a_variants_file_drafts_as_its_definition_says(convert, deep, tmp_path, 
     put(tmp_path / "theirs", eagle3(layers=(layer,)) | extra, **{KEY: len(SOME)}, **given)
     convert(tmp_path / "theirs", tmp_path / "ours", "--input_format", "eagle3")
     said = CONFIG | {KEY: len(SOME), "rope_scaling": rope} | switches | rope
-    agree(tmp_path / "theirs", Specialists.from_pretrained(tmp_path / "ours"), deep, config=said)
+    agree(tmp_path / "theirs", load_draft(tmp_path / "ours"), deep, config=said)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_what_engines_do_without_may_be_missing(deep, ids, change):
 def test_layers_are_counted_from_0_where_sglang_reads_them(deep, ids, layers):
     given = CONFIG | {KEY: len(SOME), "eagle_config": {FUSED_BY: ids}}
     config = parse_published(given, eagle3(), LAYOUTS["eagle3"], [7], deep).config
-    assert [*config.layers] == layers and (config.inner_layers is None) == (layers == FUSED)
+    assert [*config.aux_layers] == layers and (config.inner_layers is None) == (layers == FUSED)

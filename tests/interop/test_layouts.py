@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.layouts import LAYOUTS, METHODS
 from poss_lightning.interop.tensors import check_frozen
@@ -41,7 +41,7 @@ def test_a_published_file_drafts_as_defined_by_its_names_and_comes_back(
     theirs = put(tmp_path / "theirs", tensors | embedding, kind, **keys)
     convert(theirs, tmp_path / "ours", "--input_format", *arguments.split())
     convert(tmp_path / "ours", tmp_path / "back", "--output_format", {"hass": "eagle", "speed": "vllm"}.get(name, name))
-    draft, stored = Specialists.from_pretrained(tmp_path / "ours"), read(tmp_path / "ours")
+    draft, stored = load_draft(tmp_path / "ours"), read(tmp_path / "ours")
     assert draft.config == DraftConfig(target=draft.config.target, **own)
     assert {tensor.dtype for key, tensor in stored.items() if key not in ("scale", "vocabulary")} == {dtype}
     kept = embedding if draft.config.kind == "eagle2" else {}  # readers of EAGLE-3's take the embedding from the target

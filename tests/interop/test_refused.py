@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.target.model import Target
 from tests.interop import test_speculators as speculators
@@ -112,7 +112,7 @@ def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, chan
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: folder)
     for source in (folder, "owner/draft"):
         with pytest.raises(ValueError, match=f"poss convert {source} DRAFT --input_format {found} --target TARGET"):
-            Specialists.from_pretrained(source)
+            load_draft(source)
 
 
 @pytest.mark.parametrize(

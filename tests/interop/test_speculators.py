@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import speculators
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
@@ -61,7 +61,7 @@ def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_pa
     rope = {"rope_theta": 50.0, "rope_type": "default"}
     given = layer(rope_parameters=rope, layer_types=["sliding_attention"], sliding_window=16)
     convert(write(tmp_path / "theirs", deep, given), tmp_path / "ours", "--input_format", "speculators")
-    draft = Specialists.from_pretrained(tmp_path / "ours")
+    draft = load_draft(tmp_path / "ours")
     config = draft.config
     assert (config.kind, config.allocation, config.rope_theta, config.window) == ("eagle3", (7,), 50.0, 16)
     agree(tmp_path / "theirs", draft, deep)
@@ -89,7 +89,7 @@ def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_pa
 def test_allocation_and_window_are_read_as_vllm_reads_them(convert, deep, tmp_path, changes, given, own):
     folder = write(tmp_path / "theirs", deep, changes)
     convert(folder, tmp_path / "ours", "--input_format", "speculators", *given)
-    config = Specialists.from_pretrained(tmp_path / "ours").config
+    config = load_draft(tmp_path / "ours").config
     assert {name: getattr(config, name) for name in own} == own
 
 

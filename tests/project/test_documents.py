@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import patch
@@ -200,3 +202,24 @@ def test_the_family_of_the_worked_example_is_tested():
     (example,) = [block.text for block in blocks(text, "python") if "FAMILIES" in block.text]
     exec(example, given := {})
     assert given["FAMILIES"].items() <= families.FAMILIES.items()
+
+
+ADDED = """
+from poss_lightning import cli
+from poss_lightning.training.fit import compose
+print(compose("draft/hass.yaml", {"data": {"store": "any"}, "model": {"damping": 0.5}})["model"]["damping"])
+cli.run("plan", ["--damping=0.5"])
+cli.run("plan", ["--damping=2"])
+"""
+
+
+def test_an_option_of_a_draft_is_added_in_one_place(tmp_path):
+    """By the patch in docs/extending.md, to a copy of the package."""
+    (change,) = blocks((ROOT / "docs/extending.md").read_text(), "diff")
+    large = shutil.ignore_patterns("__pycache__", "shipped", "data")
+    for folder in ("conf", "poss_lightning"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=large)
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=change.text, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("0.5\n") and "687.9 M parameters" in done.stdout
+    assert "damping is 2; it must be less than or equal to 1" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poss_lightning.draft.folder import shipped
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.rounds import ROUNDS, read_rounds, read_runs
 from poss_lightning.evaluation.suites import read_suites
@@ -55,5 +55,5 @@ def test_the_shipped_drafts_are_those_of_the_published_figures(name):
     """Figures of experiments/shipped are of weights in bfloat16, as their machines decoded."""
     method = name.removeprefix("embedded-")
     (run,) = read_runs(read_rounds(EXPERIMENTS / "shipped" / "eval" / f"choice={method}")).values()
-    draft = Specialists.from_pretrained(name).to(torch.bfloat16)
+    draft = load_draft(name).to(torch.bfloat16)
     assert describe_draft(draft)["weights"] == run["methods"][method]["weights"]

@@ -8,7 +8,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
 from poss_lightning.sweep import PlannedCell, Sweep
 from poss_lightning.target.masks import layer_windows
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters
@@ -59,12 +60,12 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     layer_windows(config, spec.context)  # refuses layers that a tree cannot be read with
 
     with torch.device("meta"):
-        layer = Specialists(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
+        layer = make_draft(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
     theirs = {key.split(".")[-2]: value.shape for key, value in model.base_model.layers[0].state_dict().items()}
     theirs["norm"] = theirs["post_attention_layernorm"]
     ours = {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()}
     assert ours.items() <= theirs.items()
-    assert (layer.heads, layer.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+    assert (spec.heads, spec.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
 
 
 @pytest.mark.parametrize("name", ["llama-2-13b", *OTHERS])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
@@ -117,7 +118,7 @@ def test_shipped_drafts_are_served(name, tmp_path):
     prompts = [target.chat.prompt([{"role": "user", "content": question.turns[0]}]) for question in questions]
     convert(name, str(tmp_path / "served"), output_format="vllm")
     served = serve(embedded.folder(), prompts, LIMIT, tmp_path / "served")
-    assert served == draft_here(target, Specialists.from_pretrained(name), prompts, LIMIT, 6)
+    assert served == draft_here(target, load_draft(name), prompts, LIMIT, 6)
     plain = serve(embedded.folder(), prompts, LIMIT)
     assert [answer.tokens for answer in served] == [answer.tokens for answer in plain]
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from hypothesis import strategies as st
 
 from poss_lightning import cli
+from poss_lightning.draft.config import DraftOptions
 
 SMALL = [1, 2, 3, 5]
 NUMBERS = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
@@ -133,7 +134,7 @@ def command_lines(draw: Callable, name: str) -> Command:
 @st.composite
 def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
     """Names of a tool's options, and a command line of it."""
-    parameters = signature(getattr(import_module(cli.TOOLS[name][0]), name)).parameters
+    parameters = _parameters(getattr(import_module(cli.TOOLS[name][0]), name))
     needed = [each for each in parameters.values() if each.default is Parameter.empty]
     ending = ".jsonl" if name == "synthesize" else ""
     arguments = [name, *(draw(_argument(each)) + ending for each in needed)]
@@ -145,6 +146,13 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
         given |= dict.fromkeys({"prompts", "suites"} & parameters.keys(), CORPORA)
     arguments += [f"--{option}={text}" for option, text in given.items()]
     return [*parameters, "wrong"], arguments
+
+
+def _parameters(owner: Callable) -> dict[str, Parameter]:
+    """Options of a function or class; its keywords are those of a draft."""
+    found = signature(owner).parameters
+    named = {name: each for name, each in found.items() if each.kind is not Parameter.VAR_KEYWORD}
+    return named if len(named) == len(found) else named | signature(DraftOptions).parameters
 
 
 def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:
@@ -169,7 +177,7 @@ def _training() -> st.SearchStrategy[list[str]]:
 
     options = {}
     for part, made in (("model", SpecialistTraining), ("data", FeatureData)):
-        options |= {f"--{part}.{name}": each.annotation for name, each in signature(made).parameters.items()}
+        options |= {f"--{part}.{name}": each.annotation for name, each in _parameters(made).items()}
     del options["--model.store"], options["--data.store"]
     one = st.sampled_from([*options]).flatmap(lambda name: value(options[name]).map(f"{name}={{}}".format))
     start = ["--data.store={inputs}/store", "--data.validation=0.2", "--model.allocation=[1, 1]"]

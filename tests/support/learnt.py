@@ -19,8 +19,8 @@ def learnt_draft(target: Target, texts: torch.Tensor, allocation: list[int], ste
     """A draft that was trained on texts (B, T), for what the target would say."""
     draft = tiny_draft(target, allocation, **config)
     with torch.no_grad():
-        features, inner = target.text_layers(texts, draft.config.layers)
-        inputs = inner.flatten(2) if draft.config.layers else features
+        features, inner = target.text_layers(texts, draft.config.aux_layers)
+        inputs = inner.flatten(2) if draft.config.aux_layers else features
         greedy = target.embed_head.logits(features).argmax(-1)
         embedded = target.embed_head.embed(texts)
         draft.init_head(target.embed_head)

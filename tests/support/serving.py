@@ -104,8 +104,8 @@ def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: i
     for prompt, answer in zip(prompts, answers, strict=True):
         tokens = torch.tensor([prompt + answer.tokens])
         with torch.no_grad():
-            features, inner = target.text_layers(tokens, config.layers or (1,))
-        samples.append((tokens, inner.flatten(2) if config.reads_inner_layers else features))
+            features, inner = target.text_layers(tokens, config.aux_layers or (1,))
+        samples.append((tokens, inner.flatten(2) if config.aux_layers else features))
     optimizer = torch.optim.Adam(draft.parameters(), lr=3e-3)
     for step in range(steps):
         tokens, draft_input = samples[step % len(samples)]

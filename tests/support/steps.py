@@ -35,7 +35,7 @@ def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **cha
     draft.load_state_dict(load_file(initial))
     optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
     clipped = []
-    for step, conversations in enumerate(step_by_step(store, share, draft.config.layers)):
+    for step, conversations in enumerate(step_by_step(store, share, draft.config.aux_layers)):
         sums, slots = torch.zeros(depth, dtype=torch.float64), torch.zeros(depth)
         for conversation in conversations:
             batch = collate([[conversation]])

@@ -7,7 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.model import Target
 
 CHATML = (
@@ -71,7 +73,7 @@ def tiny_draft(
     torch.manual_seed(seed)
     size = None if vocabulary is None else len(vocabulary)
     sizes = {"allocation": tuple(allocation), "depth": sum(allocation), "vocabulary_size": size}
-    draft = Specialists(DraftConfig(target=target.spec, **sizes | config), vocabulary)
+    draft = make_draft(DraftConfig(target=target.spec, **sizes | config), vocabulary)
     spread(draft, norms=not draft.config.predicts_feature)
     return draft
 

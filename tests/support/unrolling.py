@@ -9,7 +9,7 @@ from torch import Tensor
 from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.layer import RopeScaling
+from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.target.model import Target
@@ -41,7 +41,7 @@ def inputs(target, count=12, batch=1, seed=1, draft=None):
     """Tokens, their embeddings, and what a draft reads of the target."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, target.spec.vocab_size, (batch, count), generator=generator).to(target.device)
-    width = target.spec.hidden_size * (len(draft.config.layers) if draft and draft.config.layers else 1)
+    width = target.spec.hidden_size * (len(draft.config.aux_layers) if draft and draft.config.aux_layers else 1)
     features = torch.randn(batch, count, width, generator=generator).to(target.device)
     return tokens, target.embed_head.embed(tokens), features
 

@@ -206,7 +206,8 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
         some = torch.tensor([3, 50, 280])
         torch.testing.assert_close(embed_head.restrict(some).logits(sample.features), logits[:, some])
     torch.manual_seed(0)
-    module, batch = SpecialistTraining(str(tmp_path / "store"), [1, 2]), collate([[store[i]] for i in range(6)])
+    module = SpecialistTraining(str(tmp_path / "store"), allocation=[1, 2])
+    batch = collate([[store[i]] for i in range(6)])
     ours, predictions = module._losses(batch, 3)
     given = predictions, batch.features[:, 1:], batch.counts[:, :-1], module.embed_head.head
     between = {"scale": module.embed_head.scale, "cap": module.embed_head.cap}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.training.export import export
 from tests.support.stores import contents, make_conversations
 from tests.support.tiny import tiny_draft, tiny_target, write_target
@@ -32,7 +32,7 @@ def test_the_tokens_of_a_hand_count_are_kept_and_covered(target, given, capsys, 
     written = [token for text in rendered for start, stop in text.spans for token in text.tokens[start:stop]]
     counts, stops = Counter(written), set(target.chat.stops)  # these are always kept; the rest by count, then by id
     expected = sorted(range(320), key=lambda token: (token not in stops, -counts[token], token))[:size]
-    cut_to = Specialists.from_pretrained(given["out"])
+    cut_to = load_draft(given["out"])
     assert cut_to.vocabulary.tolist() == sorted(expected) and cut_to.config.vocabulary_size == size
     covered = sum(token in expected for token in written)
     line = f"{size} of 320 tokens cover {100 * covered / len(written):.1f} % of {len(written)} answer tokens"
@@ -46,8 +46,8 @@ def test_only_the_vocabulary_changes(target, given, tmp_path):
     export(**given | {"source": smaller}, vocabulary_size=20)
     export(given["out"], whole, vocabulary_size=320)
     assert contents(Path(whole)) == contents(tmp_path / "draft")
-    draft, other = Specialists.from_pretrained(whole), tiny_draft(target, [1, 2], seed=1)
-    other.start_from(Specialists.from_pretrained(smaller))
+    draft, other = load_draft(whole), tiny_draft(target, [1, 2], seed=1)
+    other.start_from(load_draft(smaller))
     assert other.vocabulary is None and all(map(torch.equal, other.parameters(), draft.parameters()))
 
 
@@ -55,7 +55,7 @@ def test_stop_tokens_are_kept_even_if_no_answer_has_them(given, tmp_path):
     """This target also stops at 319, which the template never writes."""
     given["target"] = write_target(tmp_path / "target", eos_token_id=[1, 319])
     export(**given, vocabulary_size=2)
-    assert Specialists.from_pretrained(given["out"]).vocabulary.tolist() == [1, 319]
+    assert load_draft(given["out"]).vocabulary.tolist() == [1, 319]
     with pytest.raises(ValueError, match=r"size is 1; it must lie between 2, as it holds .* \[1, 319\], and .* 320"):
         export(**given | {"out": str(tmp_path / "smaller")}, vocabulary_size=1)
 

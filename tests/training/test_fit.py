@@ -100,7 +100,7 @@ def test_a_trainer_that_cannot_train_a_draft_is_refused(store):
         ({"strategy": FSDPStrategy()}, r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"),
         ({"callbacks": [EMAWeightAveraging()]}, r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"),
     ):
-        module = SpecialistTraining(store, [1])
+        module = SpecialistTraining(store, allocation=[1])
         module._trainer = SimpleNamespace(**{"strategy": DDPStrategy(), "callbacks": []} | options)
         with pytest.raises(ValueError, match=words):
             module.on_fit_start()
@@ -109,7 +109,7 @@ def test_a_trainer_that_cannot_train_a_draft_is_refused(store):
 def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store, train):
     """16-mixed, and with ZeRO, too: on a CPU Lightning takes bfloat16 instead."""
     with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
-        train(SpecialistTraining(store, [1]), precision="16-true")
+        train(SpecialistTraining(store, allocation=[1]), precision="16-true")
     with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, in which the first steps overflow"):
         check_precision("16-mixed")
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning import cli
-from poss_lightning.draft.specialists import DraftConfig
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.training.flops import count_parameters, step_flops
 from poss_lightning.training.optimizers import make_optimizer
@@ -34,7 +34,7 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, options):
     draft, depth = tiny_draft(deep, allocation, **options), sum(allocation)
     config = draft.config
     embedded, features = torch.randn(2, 1, 24, 32)
-    inputs = torch.randn(1, 24, 96 if config.reads_inner_layers else 32)
+    inputs = torch.randn(1, 24, 96 if config.aux_layers else 32)
     counts = (torch.arange(24) % (depth + 1))[None]
     loss = {"weights": {"token": 1.0}, "draft_head": draft.lm_head.weight if config.own_head else None}
     with FlopCounterMode(display=False) as counter:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy
 
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.stream import collate
 from poss_lightning.training.callbacks import DraftFolders
@@ -127,7 +127,7 @@ def test_every_strategy_takes_the_same_steps(trained, reference, run):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_reduces_every_gradient_once(trained, strategy):
     """With and without accumulation: what is summed over the processes is as many numbers as there are parameters."""
-    learnt = Specialists.from_pretrained(trained / strategy / "4" / "draft-last").parameters()
+    learnt = load_draft(trained / strategy / "4" / "draft-last").parameters()
     least = sum(map(torch.numel, learnt)) if strategy != "one" else 0
     for batches in ("2", "4"):
         reduced = json.loads((trained / strategy / batches / "reduced.json").read_text())
@@ -159,7 +159,7 @@ def test_the_draft_comes_out_of_training_and_out_of_its_checkpoint(trained, tmp_
     run = trained / strategy / precision
     export(str(run / "step=4.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
-        draft = Specialists.from_pretrained(folder)
+        draft = load_draft(folder)
         assert draft.config.allocation == tuple(MODEL["allocation"])
         assert all(torch.equal(value, weights(run)[name]) for name, value in draft.state_dict().items())
     planned = 12 * count_parameters(draft.config)
@@ -217,7 +217,7 @@ def test_a_command_line_runs_on_two_cpu_ranks(trained, tmp_path, strategy):
     run = trained / f"{strategy}.yaml"
     export(str(run / "checkpoints" / "last.ckpt"), str(tmp_path / "exported"))
     for folder in (run / "draft-last", run / "draft-best", tmp_path / "exported"):
-        assert Specialists.from_pretrained(folder).config.allocation == (3, 3)
+        assert load_draft(folder).config.allocation == (3, 3)
 
 
 @needs_deepspeed

@@ -27,7 +27,8 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
 
 
 def test_a_replay_of_the_trainer_is_not_replaced(store, train):
-    trainer = train(SpecialistTraining(store, [1]), max_steps=1, callbacks=[Replay(answers=3)], limit_val_batches=2)
+    module, callbacks = SpecialistTraining(store, allocation=[1]), [Replay(answers=3)]
+    trainer = train(module, max_steps=1, callbacks=callbacks, limit_val_batches=2)
     trainer.validate(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert [each.answers for each in trainer.callbacks if isinstance(each, Replay)] == [3]
     assert trainer.callback_metrics["val/tau_tree"] >= 1
@@ -37,7 +38,7 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
     ids: list[list[str]] = []
     sees = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, _: ids.append(batch.ids))
     for options in ({"overfit_batches": 2, "max_epochs": 2}, {"limit_train_batches": 2}):
-        train(SpecialistTraining(store, [1]), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
+        train(SpecialistTraining(store, allocation=[1]), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
     assert ids[:2] == ids[2:4] and ids[0] != ids[1]
     assert ids[4:6] != ids[6:]
 
@@ -45,8 +46,8 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
 class Own(SpecialistTraining):
     """A loss of the features' own length, of every other batch that is trained on, and a hyperparameter."""
 
-    def __init__(self, store, allocation, strength: float = 2.0, **options):
-        super().__init__(store, allocation, **options)
+    def __init__(self, store, strength: float = 2.0, **options):
+        super().__init__(store, **options)
 
     def extra_losses(self, predictions, batch):
         if not self.training or self.global_step % 2:
@@ -59,7 +60,8 @@ class Own(SpecialistTraining):
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulate):
     """The gradient of the whole step does not depend on its batches."""
-    own, plain = Own(store, [1, 1], strength=0.5, gamma=0.7), SpecialistTraining(store, [1, 1], gamma=0.7)
+    options = {"allocation": [1, 1], "gamma": 0.7}
+    own, plain = Own(store, strength=0.5, **options), SpecialistTraining(store, **options)
     plain.load_state_dict(own.state_dict())
     data = FeatureData(store, validation=0.2, batch_tokens=2048 // accumulate, noise=0.0)
     data.trainer = lightning.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, **QUIET)
@@ -81,7 +83,7 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
 
 
 def test_a_batch_without_extra_losses_has_none(store, train):
-    losses, module = [], Own(store, [1])
+    losses, module = [], Own(store, allocation=[1])
     module.log_by_depth = lambda name, values: losses.append(values.item()) if "extra" in name else None
     train(module, max_steps=2, log_every_n_steps=1, limit_val_batches=1, val_check_interval=1)
     assert [bool(loss) for loss in losses] == [True, False, False, False]  # training, validation, training, …

@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
@@ -54,8 +55,8 @@ def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_
 def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
     """Those that are drawn carry the weights of the others."""
     lightning.seed_everything(0)
-    module = SpecialistTraining(inner, [4], **BLOCK)
-    batch = batch_of(inner, (0, 20, 39), module.layers)
+    module = SpecialistTraining(inner, allocation=[4], **BLOCK)
+    batch = batch_of(inner, (0, 20, 39), module.aux_layers)
     begins = batch.counts[:, :-1] > 0
 
     def loss(chains):
@@ -107,7 +108,7 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
     assert not any("drift" in name or "feature" in name for name in names) if options else drift <= names
     target = tiny_target(num_hidden_layers=7)
     for folder in ("draft-best", "draft-last"):
-        draft = Specialists.from_pretrained(tmp_path / folder)
+        draft = load_draft(tmp_path / folder)
         assert draft.config.kind == options.get("kind", "eagle2") and draft.config.target == target.spec
         assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
 
@@ -116,8 +117,8 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
 def test_an_own_head_learns_within_its_vocabulary(inner, size):
     """Where the target's most likely token is in the vocabulary, and from the target's distribution over it."""
     lightning.seed_everything(0)
-    module = SpecialistTraining(inner, [2, 2], **EAGLE3, vocabulary_size=size)
-    batch = batch_of(inner, (5, 30), module.layers)
+    module = SpecialistTraining(inner, allocation=[2, 2], **EAGLE3, vocabulary_size=size)
+    batch = batch_of(inner, (5, 30), module.aux_layers)
     assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
     losses, predictions = module._losses(batch, 4)
     whole = batch.counts[:, :-1]
@@ -133,9 +134,9 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     """As SPEED keeps EAGLE-3's, whatever is common in the new store; for a different size it is chosen again."""
 
     def begin(allocation, size, **options) -> Specialists:
-        return SpecialistTraining(inner, allocation, **EAGLE3, vocabulary_size=size, **options).draft
+        return SpecialistTraining(inner, allocation=allocation, **EAGLE3, vocabulary_size=size, **options).draft
 
-    odd = Specialists(begin([4], 200).config, torch.arange(120, 320))
+    odd = make_draft(begin([4], 200).config, torch.arange(120, 320))
     odd.save_pretrained(tmp_path / "odd")
     kept, same, fewer, whole = (
         begin([2, 2], size, kv="shared", start_from=str(tmp_path / "odd")) for size in (None, 200, 100, 320)
@@ -157,7 +158,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
 )
 def test_what_a_draft_cannot_have_is_refused_at_once(inner, options, words):
     with pytest.raises(ValueError, match=words):
-        SpecialistTraining(inner, [2, 2], **options)
+        SpecialistTraining(inner, allocation=[2, 2], **options)
 
 
 def test_samples_have_only_the_layers_that_are_read(inner):
@@ -177,7 +178,8 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
 
     data = FeatureData(store, batch_tokens=512, validation=0.2)
     options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0}
-    train(SpecialistTraining(store, [2]), data, callbacks=[LambdaCallback(on_train_batch_end=watch)], **options)
+    module, watching = SpecialistTraining(store, allocation=[2]), LambdaCallback(on_train_batch_end=watch)
+    train(module, data, callbacks=[watching], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
 
@@ -209,7 +211,7 @@ def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
-    module = SpecialistTraining(store, [2], learning_rate=1.0, warmup=0.1)
+    module = SpecialistTraining(store, allocation=[2], learning_rate=1.0, warmup=0.1)
     module.trainer = SimpleNamespace(estimated_stepping_batches=100, max_steps=-1)
     (factor,) = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas
     values = [factor(step) for step in range(101)]
@@ -219,8 +221,8 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
 
 
 def test_a_validation_is_as_deep_as_decoding_be_it_a_single_pass(store):
-    deep = SpecialistTraining(store, [6], depth=1)
+    deep = SpecialistTraining(store, allocation=[6], depth=1)
     assert (deep.draft.config.depth, deep.eval_depth) == (1, 6)
     data, trainer = FeatureData(store, batch_tokens=512, validation=0.2), lightning.Trainer(accelerator="cpu", **QUIET)
-    (values,) = trainer.validate(SpecialistTraining(store, [1]), data, verbose=False)
+    (values,) = trainer.validate(SpecialistTraining(store, allocation=[1]), data, verbose=False)
     assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values
