@@ -12,7 +12,7 @@ import torch
 
 from poss_lightning.corpus.draws import Draw
 from poss_lightning.doctor.readings import Reading
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.engines import read_engine
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import Sample
@@ -135,7 +135,7 @@ def served_counts(path: str) -> Counts:
             {place[1] if place else str(i) if name != "drafts" else name: count for i, count in enumerate(values)}
         )
     if not sums:
-        rounds = [record.accepted for record in read_records(path)]
-        return _of_rounds([sum(rounds, [])], max(map(max, rounds)))
+        rounds = [row["accepted"] for row in read_engine(Path(path))]
+        return _of_rounds([[count for each in rounds for count in each]], max(map(max, rounds)))
     passed = [sums[str(place)] for place in range(len(sums) - 1)]
     return Counts(np.array([[sums["drafts"], *passed[:-1]]], float), np.array([passed], float))
