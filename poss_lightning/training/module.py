@@ -255,8 +255,8 @@ class SpecialistTraining(lightning.LightningModule):
             rank_zero_warn(warning)
 
     def on_validation_epoch_end(self) -> None:
-        means = self.val_metrics.compute()
-        self.log("val/loss", self._sum_passes(means["val_loss"][: self.draft.config.depth]), prog_bar=True)
+        losses, means = self.val_metrics.compute()
+        self.log("val/loss", self._sum_passes(losses[: self.draft.config.depth]), prog_bar=True)
         for name, values in means.items():
             self.log_by_depth(name, values)
         self.val_metrics.reset()
