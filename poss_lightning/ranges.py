@@ -77,7 +77,6 @@ Workers = Annotated[int, Range(0, 1024)]
 Temperature = Annotated[float, Range(1e-6, 1e6, zero="greedy")]  # logits over it must be finite
 TopP = Annotated[float, Range(1e-9, 1)]
 ShareOrNone = Annotated[float, Range(0, 1)]
-Fraction = Annotated[float, Range(1e-9, 1 - 1e-9)]  # never all of it
 Decay = Annotated[float, Range(0, 1 - 1e-9)]  # of a running mean
 Weight = Annotated[float, Range(0, 1e9)]
 Amount = Annotated[float, Range(1e-12, 1e18)]  # hours, GiB, tokens of a corpus

@@ -130,7 +130,8 @@ class Specialists(nn.Module):
         """The unroll, or a block at each slot: one call per step, for strategies that shard or wrap the draft.
 
         Args:
-            begins: (B, T) slots where a block is to begin; None for all. Other kinds begin everywhere.
+            begins: (N,) slots of the rows end to end where a block is to begin; None for all. Other kinds begin
+                everywhere.
         """
         if self.config.one_pass:
             return draft_blocks(self, embedded, draft_input, depth, packing, begins)

@@ -33,18 +33,18 @@ class ValidationMetrics(nn.Module):
             self.drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
 
     def compute(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each pass (K,), 0 without slots; and means (K,) by the names they are logged under, nan there.
+        """The loss of each pass (K,), 0 without slots; and means (K,) by name, nan there.
 
         Without any slot all are nan.
         """
-        names = ["val_loss", *(f"val_{name}_loss" for name in self.terms)]
+        names = ["loss", *(f"{name}_loss" for name in self.terms)]
         sums, slots = self.losses.compute()
         slots = torch.atleast_1d(slots)  # which torchmetrics squeezes
         means = dict(zip(names, sums / slots, strict=True))
-        means["val_pos_acc_unroll"] = self.acceptance.compute()
+        means["pos_acc_unroll"] = self.acceptance.compute()
         if self.drift is not None:
             drift = self.drift.compute()
-            means |= {f"val_drift_{name}": drift[name] for name in ("cosine", "l2", "norm_ratio")}
+            means |= {f"drift_{name}": drift[name] for name in ("cosine", "l2", "norm_ratio")}
         return sums[0] / slots.clamp(min=1) / (slots[0] > 0), means
 
     def reset(self) -> None:

@@ -177,7 +177,7 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
         logged.append((any(batch.spans), float(trainer.callback_metrics["train/loss"])))
 
     data = FeatureData(store, batch_tokens=512, validation=0.2)
-    options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0}
+    options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0, "log_every_n_steps": 1}
     train(SpecialistTraining(store, [2]), data, callbacks=[LambdaCallback(on_train_batch_end=watch)], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
@@ -202,7 +202,7 @@ def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     lightning.seed_everything(0)
     options = {"gamma": 0.7} | (EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {})
     module = SpecialistTraining(inner, [2, 2], **options)
-    batch = batch_of(inner, (5, 30), module.layers)
+    batch = batch_of(inner, range(0, 40, 4), module.layers)
     if kind == "eagle2":
         short = batch._replace(counts=batch.counts.clamp(max=2))
     else:
