@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.torch_version import TorchVersion
 
 Key = TypeVar("Key", bound=Hashable)
@@ -149,6 +150,13 @@ def free_bytes(device: str | torch.device) -> int | None:
     if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device, without waiting for what is queued there."""
+    if device.type in ("cpu", "mps"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def synchronize(device: str | torch.device) -> None:

@@ -79,8 +79,8 @@ class UnrollAcceptance(PositionAcceptance):
             alive = hit & (proposal == text[:, i:])
 
 
-class PassMeans(Metric):
-    """Means over slots of several values, summed by pass: compute() is (values, K)."""
+class PassSums(Metric):
+    """Sums over slots of several values by pass: compute() is the sums (values, K) and the slots (K,)."""
 
     full_state_update = False
     sums: Tensor  # (values, K)
@@ -96,8 +96,8 @@ class PassMeans(Metric):
         self.sums += sums
         self.slots += slots
 
-    def compute(self) -> Tensor:
-        return self.sums / self.slots
+    def compute(self) -> tuple[Tensor, Tensor]:
+        return self.sums, self.slots
 
 
 class FeatureDrift(Metric):

@@ -45,7 +45,6 @@ Workers = Annotated[int, Ge(0), Le(1024)]
 Temperature = Annotated[float, Ge(0), Le(1e6)]
 TopP = Annotated[float, Ge(1e-9), Le(1)]
 ShareOrNone = Annotated[float, Ge(0), Le(1)]
-Fraction = Annotated[float, Ge(1e-9), Le(1 - 1e-9)]  # never all of it
 Decay = Annotated[float, Ge(0), Le(1 - 1e-9)]  # of a running mean
 Weight = Annotated[float, Ge(0), Le(1e9)]
 Amount = Annotated[float, Ge(1e-12), Le(1e18)]  # hours, GiB, tokens of a corpus

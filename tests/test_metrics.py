@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from poss_lightning.metrics import BINS, FeatureDrift, PassMeans, PositionAcceptance, UnrollAcceptance
+from poss_lightning.metrics import BINS, FeatureDrift, PassSums, PositionAcceptance, UnrollAcceptance
 
 
 @pytest.mark.parametrize("most", [6, 3, 0])  # beyond it no round reached a position
@@ -78,7 +78,7 @@ def test_drift_against_a_loop():
 
 def test_states_of_processes_are_summed():
     """Here another process has the same."""
-    for metric in (PositionAcceptance(3), PassMeans(2, 3), FeatureDrift(3)):
+    for metric in (PositionAcceptance(3), PassSums(2, 3), FeatureDrift(3)):
         for state in metric.metric_state.values():
             state.add_(1)
         metric.sync(lambda state, group: [state, state], distributed_available=lambda: True)

@@ -75,7 +75,7 @@ def draft_blocks(
     """Draft a block at each slot of rows of conversations; the other arguments are those of `unroll`.
 
     Args:
-        begins: (B, T) whether a block begins there; None for all.
+        begins: (N,) slots where blocks begin, of the rows end to end; None for all.
 
     Returns:
         K tensors (B, T, D): the k-th at slot t is place k of the block at slot t-k+1 and predicts x_{t+2}; 0 where no
@@ -85,8 +85,7 @@ def draft_blocks(
     batch, count, _ = draft_input.shape
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     context, rope = draft.fuse(draft_input), draft.rope_at(packing.positions)  # (B, T, D)
-    every = torch.arange(batch * count, device=embedded.device)
-    at = every if begins is None else begins.flatten().nonzero()[:, 0]  # (N,) of the rows end to end
+    at = torch.arange(batch * count, device=embedded.device) if begins is None else begins  # (N,)
     hidden = begin_blocks(draft, embedded.to(context.dtype).flatten(0, 1)[at])  # (N, P, D), P = K + 1
     places = torch.arange(1, hidden.shape[1] + 1, device=embedded.device)
     own_rope = draft.rope_at(packing.positions.expand(batch, -1).flatten()[at][:, None] + places)

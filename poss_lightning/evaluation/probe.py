@@ -14,7 +14,7 @@ from poss_lightning.training.strategies import gather_draft
 
 
 class Replay(lightning.Callback):
-    """Replays held-out answers greedily after every validation, without the target.
+    """Replays held-out answers greedily after every validation, and those of a test, without the target.
 
     It logs `val/tau_tree`, `val/tau_chain`, `val_pos_acc_tree/depth_k` and `val_pos_acc_chain/depth_k`, which are lower
     on answers that are not the target's own greedy ones; see `replay_rounds`.
@@ -36,6 +36,12 @@ class Replay(lightning.Callback):
         if sum(len(sample.spans) for sample in self.samples) * trainer.world_size < self.answers:
             self.samples += answered_samples(batch)
 
+    def on_test_batch_end(self, *args) -> None:
+        self.on_validation_batch_end(*args)
+
+    def on_test_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.on_validation_epoch_end(trainer, pl_module)
+
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         samples, self.samples = self.samples, []
         if trainer.sanity_checking:
@@ -46,7 +52,8 @@ class Replay(lightning.Callback):
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
             replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
             accepted = [count for sample in replayed for answer in sample for count in answer]
-            _log(pl_module, accepted, depth, f"val/tau_{kind}", f"val_pos_acc_{kind}")
+            stage = pl_module.stage
+            _log(pl_module, accepted, depth, f"{stage}/tau_{kind}", f"{stage}_pos_acc_{kind}")
 
 
 def answered_samples(batch: Batch) -> list[Sample]:

@@ -40,14 +40,14 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import check_folder, sha256
-from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
-ROWS = 16  # answers that are replayed side by side
+ROWS, GPU_ROWS = 16, 64  # answers that are replayed side by side
 UNKNOWN = -2  # the token after the end of an answer: no draft proposes it
 
 
@@ -199,11 +199,13 @@ def replay_rounds(
 def _replay_all(drafter: Drafter, answers: list[Answer], nodes: int, title: str | None = None) -> list[list[int]]:
     """What each round of every answer accepts; those of about the same length side by side. A title shows a bar."""
     alike: dict[Sampling, list[int]] = {}
-    for i in sorted(range(len(answers)), key=lambda i: len(answers[i].tokens) - answers[i].start):
+    on_gpu = drafter.draft.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
+    rows, rounds = (GPU_ROWS if on_gpu else ROWS), {}
+    lengths = [len(answer.tokens) - answer.start for answer in answers]
+    for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
         alike.setdefault(answers[i].sampling, []).append(i)
-    rounds = {}
     with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None) as bar:
-        for places in (group[i : i + ROWS] for group in alike.values() for i in range(0, len(group), ROWS)):
+        for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
             rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
             bar.update(len(places))
     return [rounds[i] for i in range(len(answers))]
@@ -214,15 +216,16 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     """What each round of B answers accepts, side by side."""
     weight, depth, budget = drafter.draft.fc.weight, drafter.depth, Fixed(drafter.depth, nodes)
     device = weight.device
-    lengths = torch.tensor([len(answer.tokens) for answer in answers], device=device)
+    # Of the host: where an answer ends, and the place in its text of the next round's root, (B,).
+    lengths = torch.tensor([len(answer.tokens) for answer in answers])
+    root = torch.tensor([answer.start for answer in answers])
+    complete = torch.tensor([answer.complete for answer in answers])
     capacity = int(lengths.max()) + depth + 1
     text = _pad([answer.tokens for answer in answers], capacity, UNKNOWN).to(device)  # (B, C)
     draft_input = _pad([answer.draft_input for answer in answers], capacity, 0).to(weight)  # (B, C, R)
-    complete = torch.tensor([answer.complete for answer in answers], device=device)
-    root = torch.tensor([answer.start for answer in answers], device=device)  # (B,) the root's place in the text
     drafter.start(len(answers), capacity)
     first = int(root.max())
-    drafter.append_context(text[:, 1 : first + 1].clamp(min=0), draft_input[:, :first], root)
+    drafter.append_context(text[:, 1 : first + 1].clamp(min=0), draft_input[:, :first], root.to(device))
     drafter.slots.advance_host(root.tolist())
     path = torch.arange(depth + 1, device=device)
     sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
@@ -238,22 +241,24 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
+        at, moves = send(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
-        noise = Noise(sampler, root[:, None] + path[1:])
+        noise = Noise(sampler, at + path[1:])
         tree = rerank(drafter.draft_tree(budget, noise), nodes)
         ancestors = ancestor_mask(tree.parents, depth)
-        choice = text.gather(1, (root[:, None] + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
+        choice = text.gather(1, (at + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
-        # 2. Count the rounds that the text shows to their full depth.
-        counted = active & (complete | (root + depth < lengths))
-        accepted = verdict.accepted.minimum(lengths - 1 - complete.long() - root)  # no bonus after an answer's end
-        for i in counted.nonzero()[:, 0].tolist():
-            rows[i].append(int(accepted[i]))
-        # 3. Commit, with the features of the text.
-        steps = (verdict.accepted + 1) * active
-        places = (root[:, None] + path).clamp(max=capacity - 1)  # (B, K+1)
+        # 2. Commit, with the features of the text.
+        places = (at + path).clamp(max=capacity - 1)  # (B, K+1)
         on_path = draft_input.gather(1, places[..., None].expand(-1, -1, draft_input.shape[-1]))
-        drafter.append_context(verdict.tokens.clamp(min=0), on_path, steps)
+        drafter.append_context(verdict.tokens.clamp(min=0), on_path, (verdict.accepted + 1) * moves[:, 0])
+        taken = verdict.accepted.cpu()  # the only time in a round that the host waits
+        # 3. Count the rounds that the text shows to their full depth.
+        counted = active & (complete | (root + depth < lengths))
+        accepted = taken.minimum(lengths - 1 - complete.long() - root)  # no bonus after an answer's end
+        for row, count in zip(rows, accepted.where(counted, -1).tolist(), strict=True):
+            row += [count] * (count >= 0)
+        steps = (taken + 1) * active
         drafter.slots.advance_host(steps.tolist())
         root = root + steps
     return rounds

@@ -11,7 +11,8 @@ from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
-from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
+from poss_lightning.features.texts import SampleSource
+from poss_lightning.ranges import BatchTokens, Count, Seed, ShareOrNone, Tokens, Weight, Workers, check_numbers
 from poss_lightning.target.placement import Parallel
 
 
@@ -33,7 +34,10 @@ class FeatureData(lightning.LightningDataModule):
         chat_template_kwargs: variables of the online target's chat template.
         batch_tokens: tokens of a batch of one process: a row of conversations, each of which sees only itself.
         noise: strength of the uniform feature noise in training, times 512 / T; 0 for none.
-        validation: fraction of conversations held out; of few conversations at least one.
+        validation: fraction of conversations held out; of few conversations at least one. With a `validation_store`
+            none are, and this has no effect.
+        validation_store: store, or several, whose conversations are validated on in place of held-out ones.
+        test_store: store, or several, that `trainer.test` measures.
         seed: seed of the order and the noise.
         split_seed: seed of the split, so that trainings with other seeds hold out the same conversations.
         limit: use only that many conversations of the split's training side, drawn by the seed; None for all.
@@ -52,7 +56,9 @@ class FeatureData(lightning.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         batch_tokens: BatchTokens = 4096,
         noise: Weight = 0.2,
-        validation: Fraction = 0.05,
+        validation: ShareOrNone = 0.05,
+        validation_store: list[str] | str | None = None,
+        test_store: list[str] | str | None = None,
         seed: Seed = 0,
         split_seed: Seed = 0,
         limit: Count | None = None,
@@ -75,31 +81,55 @@ class FeatureData(lightning.LightningDataModule):
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.noise = batch_tokens, noise
         self.seed, self.split_seed, self.workers = seed, split_seed, workers
-        train, self.held_out = split(self.source.origins, validation, split_seed)
+        self.other_stores = {
+            stage: self._open(f"{stage}_store", given)
+            for stage, given in (("validation", validation_store), ("test", test_store))
+            if given is not None
+        }
+        if "validation" in self.other_stores:
+            train, self.held_out = range(len(self.source)), [*range(len(self.other_stores["validation"]))]
+        elif not 0 < validation < 1:
+            raise ValueError(
+                f"validation is {validation}, so there would be no conversation to train or to validate on: "
+                "it must lie between 0 and 1, or give a validation_store"
+            )
+        else:
+            train, self.held_out = split(self.source.origins, validation, split_seed)
         self.train = sorted(train, key=lambda i: stable_number(f"limit {seed}/{self.source.ids[i]}"))[:limit]
         self.schedule: Schedule | None = None  # of training
 
     def setup(self, stage: str) -> None:
         """Let batches carry the inner layers that the module in training reads, and no others."""
         self.schedule = None  # of an earlier fit
-        module = self.trainer and self.trainer.lightning_module
-        self.source = self.source.select(getattr(module, "aux_layers", ()))
+        layers = getattr(self.trainer and self.trainer.lightning_module, "aux_layers", ())
+        self.source = self.source.select(layers)
+        self.other_stores = {stage: store.select(layers) for stage, store in self.other_stores.items()}
 
     def train_dataloader(self) -> Loader:
         return Loader(self.source, self.training_schedule(), self.workers)
 
+    @property
+    def validation_source(self) -> FeatureStore | OnlineFeatures:
+        """Where the samples `held_out` are."""
+        return self.other_stores.get("validation", self.source)
+
     def val_dataloader(self) -> Loader:
-        return Loader(self.source, self._schedule(self.held_out, training=False), self.workers)
+        return Loader(self.validation_source, self._schedule(self.held_out, self.validation_source), self.workers)
+
+    def test_dataloader(self) -> Loader:
+        if (store := self.other_stores.get("test")) is None:
+            raise ValueError("there is nothing to test on: give a test_store")
+        return Loader(store, self._schedule([*range(len(store))], store), self.workers)
 
     def training_schedule(self) -> Schedule:
         """The schedule of the running fit; a run that resumes sets it to where it stopped."""
         if self.schedule is None:
-            self.schedule = self._schedule(self.train, training=True)
+            self.schedule = self._schedule(self.train, self.source, training=True)
         return self.schedule
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Move a batch; without inner layers, features and draft input are one tensor, which is moved once."""
-        if self.source.layers:
+        """Move a batch; features and draft input may be one tensor, which is moved once."""
+        if batch.draft_input is not batch.features:
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
         moved = super().transfer_batch_to_device(batch._replace(draft_input=batch.tokens), device, dataloader_idx)
         return moved._replace(draft_input=moved.features)
@@ -111,7 +141,7 @@ class FeatureData(lightning.LightningDataModule):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Compute online features and draw noise on the device; the noise is of the conversation and the epoch."""
-        if isinstance(self.source, OnlineFeatures):
+        if isinstance(self.source, OnlineFeatures) and not batch.features.shape[-1]:
             batch = self.source.fill(batch)
         if not (self.noise and self.trainer and self.trainer.training):
             return batch
@@ -119,7 +149,14 @@ class FeatureData(lightning.LightningDataModule):
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
         return batch._replace(draft_input=add_noise(batch, self.noise, seeds))
 
-    def _schedule(self, indices: list[int], training: bool) -> Schedule:
+    def _open(self, name: str, address: list[str] | str) -> FeatureStore:
+        """A store besides that of the training; ValueError where it is of a different target."""
+        store = FeatureStore(address)
+        if difference := self.source.target.difference(store.target):
+            raise ValueError(f"{name} {address} is of a different target than what is trained on: {difference}")
+        return store
+
+    def _schedule(self, indices: list[int], source: SampleSource, training: bool = False) -> Schedule:
         rank, world, accumulate, reorders = 0, 1, 1, True
         if self.trainer:
             rank, world = self.trainer.global_rank, self.trainer.world_size
@@ -131,7 +168,7 @@ class FeatureData(lightning.LightningDataModule):
                     f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
                     "a step's mean is over all its batches"
                 )
-        longer = [length for length in self.source.lengths[indices] if length > self.batch_tokens] if training else []
+        longer = [length for length in source.lengths[indices] if length > self.batch_tokens] if training else []
         if longer:
             rank_zero_warn(
                 f"{len(longer)} conversations are longer than data.batch_tokens, {self.batch_tokens}, and each of them "
@@ -139,8 +176,8 @@ class FeatureData(lightning.LightningDataModule):
             )
         return Schedule(
             indices,
-            self.source.lengths,
-            self.source.spans,
+            source.lengths,
+            source.spans,
             batch_tokens=self.batch_tokens,
             seed=self.seed if training else self.split_seed,  # all trainings are validated on the same batches
             training=training and reorders,

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.shards import TokenizedText
@@ -13,9 +14,8 @@ from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import SampleSource, describe_overflow
 from poss_lightning.features.writing import tokenize, within_context
-from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
-from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 from poss_lightning.target.spec import EmbedHead
@@ -104,24 +104,23 @@ class OnlineFeatures(SampleSource):
         """
         device = batch.tokens.device
         self._move_target(device)
-        parts = batch.parts()
-        texts = [batch.tokens[part].tolist() for part in parts]
-        lengths = np.array(list(map(len, texts)))
+        parts, lengths = batch.parts(), np.concatenate(batch.lengths)
         width = self.target.hidden_size
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         for group in group_by_length(lengths):
-            computed = self._forward(pad_right([texts[i] for i in group], self.model.device))
+            texts = pad_sequence([batch.tokens[parts[i]] for i in group], batch_first=True)
+            computed = self._forward(texts.to(self.model.device))
             for i, row, draft_input in zip(group, *computed, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         finite = features.isfinite().all(-1) & inputs.isfinite().all(-1)  # (B, T)
-        known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
-        greedy = batch.greedy.clone()
-        for row, slot in (some.unbind(1) for some in known.split(LOGIT_SLOTS)):
-            logits = self.model.embed_head.logits(features[row, slot].to(self.model.device))
-            best = logits.max(-1)
-            greedy[row, slot] = best.indices.to(device)
-            finite[row, slot] &= best.values.isfinite().to(device)
+        known = torch.from_numpy(np.flatnonzero(batch.host_counts) + 1)  # nothing counts at the last slot of a row
+        rows, greedy, sound = features.flatten(0, 1), batch.greedy.flatten(), finite.view(-1)
+        for places in send(known, device).split(LOGIT_SLOTS):
+            best = self.model.embed_head.logits(rows[places].to(self.model.device)).max(-1)
+            greedy = greedy.index_copy(0, places, best.indices.to(device))
+            sound[places] &= best.values.isfinite().to(device)
+        greedy = greedy.view_as(batch.greedy)
         kept = torch.stack([finite[part].all() for part in parts])
         self._filled.append((batch.ids, kept))
         if len(self._filled) == LOOKS:

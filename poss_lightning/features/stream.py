@@ -25,6 +25,7 @@ class Batch(NamedTuple):
     draft_input: Tensor  # (B, T, R), what the draft reads: the features, or inner layers; with noise in training
     greedy: Tensor  # (B, T) the target's most likely next token, -1 where unknown
     counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
+    host_counts: np.ndarray  # the same, which stays on the host
     positions: Tensor  # (B, T) a token's place in its conversation
     lengths: list[list[int]]  # tokens of each row's conversations
     ids: list[str]  # of the conversations, row by row
@@ -86,12 +87,14 @@ def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
     if step is None:
         slots = [answer_slots(len(sample.tokens), edges) for sample, edges in zip(samples, spans, strict=True)]
         step = Step(torch.from_numpy(np.concatenate(slots)), torch.tensor(sum(map(sum, lengths))), 1)
+    counts = padded([counted_passes(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)])
     return Batch(
         tokens=padded([sample.tokens for sample in samples]),
         features=features,
         draft_input=padded([sample.draft_input for sample in samples]) if has_layers else features,
         greedy=padded([sample.greedy for sample in samples], -1),
-        counts=padded([counted_passes(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)]),
+        counts=counts,
+        host_counts=counts.numpy(),
         positions=padded([torch.arange(len(sample.tokens)) for sample in samples]),
         lengths=lengths,
         ids=[sample.id for sample in samples],
@@ -114,6 +117,7 @@ class Loader:
             _Reader(source),
             sampler=schedule,
             batch_size=None,
+            collate_fn=Batch._make,  # changes nothing; torch's own would make tensors of arrays
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),  # so that copies to the device are asynchronous
             worker_init_fn=_outlive_signals,
@@ -126,7 +130,7 @@ class Loader:
         self.schedule.taken = 0
         for batch in self.loader:
             self.schedule.taken += 1
-            yield batch
+            yield batch if batch.draft_input is not None else batch._replace(draft_input=batch.features)
 
     def state_dict(self) -> dict[str, int]:
         return self.schedule.state_dict()
@@ -153,6 +157,9 @@ class _Reader(Dataset[Batch]):
 
     def __getitem__(self, planned: PlannedBatch) -> Batch:
         batch = collate([[self.source[i] for i in planned.samples]], planned.step)
+        if batch.draft_input is batch.features:
+            batch = batch._replace(draft_input=None)  # else they would be pinned twice
         if planned.counts:
             return batch
-        return batch._replace(counts=torch.zeros_like(batch.counts), spans=[[] for _ in batch.ids])
+        counts = torch.zeros_like(batch.counts)
+        return batch._replace(counts=counts, host_counts=counts.numpy(), spans=[[] for _ in batch.ids])

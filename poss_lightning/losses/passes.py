@@ -34,7 +34,7 @@ class PassLosses(NamedTuple):
     by_term: dict[str, Tensor]  # (K,) sums by name: `token`, `topk`, and all that have a weight
     weighted: Tensor  # (K,) Σ weight · term
     slots: Tensor  # (K,) how many slots count, whether or not their chains were drawn
-    top_rows: Tensor  # (K, B, T) the draft's most likely row of the head; -1 where no pass counts, or without find_top
+    top_rows: Tensor  # (K, B, T) the draft's most likely row of the head; -1 but at `counting`, and without find_top
 
     def plus(self, extra: Tensor, pass_weights: Tensor | None) -> "PassLosses":
         """Add other losses of the passes (K,), summed over slots; without weights they are not in the total."""
@@ -74,6 +74,7 @@ def pass_losses(
     draft_head: Tensor | None = None,
     pass_weights: Tensor | None = None,
     chains: Tensor | None = None,
+    counting: Tensor | None = None,
 ) -> PassLosses:
     """Losses of K passes against the target's features.
 
@@ -91,12 +92,13 @@ def pass_losses(
         draft_head: (V, D), the draft's own head; None where it uses the target's.
         pass_weights: (K,) weight of each pass in the total, above 0; 1 by default.
         chains: (B, T) weight of the chain that begins at each slot, see `draw_chains`; 1 by default.
+        counting: (S,) the slots that count, or more, of the rows end to end; to find them, the host waits for the
+            device. See `slots_that_count`.
     """
     check_weights(weights, predicts_feature=draft_head is None)
     passes, places = len(predictions), counts.numel()
     of_chains = None if chains is None else to_slots(chains.expand(passes, -1, -1)).flatten(1)  # (K, B * T)
-    read = counts.flatten() > 0 if of_chains is None else (counts.flatten() > 0) & of_chains.any(0)
-    counting = read.nonzero()[:, 0]  # (S,) the only time that the host waits for the device
+    counting = slots_that_count(counts, passes, chains) if counting is None else counting
     predicted = torch.stack([prediction.flatten(0, 1)[counting] for prediction in predictions])  # (K, S, D)
     features = features.flatten(0, 1)[counting]
     counted = counts.flatten()[counting] >= torch.arange(1, passes + 1, device=counts.device)[:, None]  # (K, S)
@@ -123,6 +125,12 @@ def pass_losses(
     by_term = dict(zip(weights, sums, strict=True))
     slots = (counts.flatten() >= torch.arange(1, passes + 1, device=counts.device)[:, None]).sum(-1)
     return PassLosses(total, by_term, weighted, slots, top_rows.view(passes, *counts.shape))
+
+
+def slots_that_count(counts: Tensor, passes: int, chains: Tensor | None = None) -> Tensor:
+    """(S,) of the rows end to end: those that count, (B, T), and that some chain reads in one of its passes."""
+    read = counts > 0 if chains is None else (counts > 0) & to_slots(chains.expand(passes, -1, -1)).any(0)
+    return read.flatten().nonzero()[:, 0]
 
 
 def _weigh_slots(

@@ -263,13 +263,14 @@ class Throughput(lightning.Callback):
         self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # on the device: no wait
 
     def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        slots, tokens, flops = trainer.strategy.reduce(self.totals, reduce_op="sum").tolist()  # waits for the device
+        # Tensors of the host: Lightning would copy numbers to the device, and read the bar's after every batch.
+        slots, tokens, flops = trainer.strategy.reduce(self.totals, reduce_op="sum").cpu()  # waits for the device
         elapsed = time.monotonic() - self.started
         pl_module.log("slots/s", slots / elapsed, prog_bar=True, logger=False)  # a short name, for the bar
         pl_module.log("throughput/slots_per_second", slots / elapsed)
         pl_module.log("throughput/tokens_per_second", tokens / elapsed)
         pl_module.log("throughput/teraflops", flops / elapsed / 1e12)
-        pl_module.log("throughput/waiting", self.waited / elapsed, prog_bar=True)
+        pl_module.log("throughput/waiting", torch.tensor(self.waited / elapsed), prog_bar=True)
         if pl_module.device.type == "cuda":  # of this process, since it began
             pl_module.log("throughput/peak_gib", torch.cuda.max_memory_allocated(pl_module.device) / 2**30)
 

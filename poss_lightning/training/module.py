@@ -1,7 +1,7 @@
 """The LightningModule around the unroll, the loss and the metrics."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pkgutil import resolve_name
 from typing import Any, Literal
 
@@ -17,13 +17,20 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.texts import warn_of_training
-from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights, pass_losses
+from poss_lightning.features.texts import SampleSource, warn_of_training
+from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights, pass_losses, slots_that_count
 from poss_lightning.losses.slot_weights import dpace, draw_chains
-from poss_lightning.machine import check_kernel_tools
+from poss_lightning.machine import check_kernel_tools, send
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers
-from poss_lightning.training.optimizers import NormGuard, check_precision, check_trainer, make_optimizer, schedule_rate
+from poss_lightning.training.optimizers import (
+    NormGuard,
+    check_precision,
+    check_trainer,
+    make_optimizer,
+    runs_fused,
+    schedule_rate,
+)
 from poss_lightning.training.resume import (
     check_same_draft,
     check_same_optimizer,
@@ -133,8 +140,14 @@ class SpecialistTraining(lightning.LightningModule):
         """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for this GPU, or the precision is of 16 bits alone.
+            ValueError: attention cannot be compiled for this GPU, the precision is of 16 bits alone, or the module
+                was compiled.
         """
+        if self._compiler_ctx is not None:
+            raise ValueError(
+                "the module was given to torch.compile, which compiles a step anew for batch after batch: make it "
+                "again, and train it as it is; on a GPU its attention is compiled"
+            )
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
         check_precision(precision := self.trainer.precision)
@@ -144,6 +157,8 @@ class SpecialistTraining(lightning.LightningModule):
     def on_fit_start(self) -> None:
         if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
+            if "validation" in data.other_stores:
+                self._warn_of_training(data.validation_source, data.held_out)
         check_trainer(self.hparams["optimizer"], self.trainer)
 
     def on_train_start(self) -> None:
@@ -157,22 +172,21 @@ class SpecialistTraining(lightning.LightningModule):
     # --- a step of training ---
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
-        # To find the draft's top tokens and to read values takes time, so not every step does it.
-        every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        logs = every > 0 and (self.trainer.global_step + 1) % every == 0
-        depth = self.draft.config.depth
+        # To find the draft's top tokens takes time, and to read values waits for the device: not every step does it.
+        logs, depth = self._logs, self.draft.config.depth
         # The mean is over the whole step. Strategies average over its batches, which the last factor undoes.
         counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
         seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
         most = self.hparams["anchors"]
-        chains = None if most is None else draw_chains(batch.counts[:, :-1] > 0, most, seed)
+        chains = None if most is None else draw_chains(_slot_counts(batch) > 0, most, seed)
         slot_weights = dpace if self.hparams["slot_weights"] else None
         losses, _ = self._losses(batch, depth, pass_weights, slot_weights, logs, chains)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-        if any(batch.spans):  # not one that only fills up the step
-            self.log("train/loss", self._sum_passes(means), prog_bar=True)
         self.guard.ids += batch.ids
+        if logs and any(batch.spans):  # not one that only fills up the step
+            # Of the host, as Lightning reads what the bar shows after every batch.
+            self.log("train/loss", self._sum_passes(means).cpu(), prog_bar=True)
         if logs:
             self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
             self.log_by_depth("train_loss", losses.weighted / losses.slots)
@@ -201,13 +215,14 @@ class SpecialistTraining(lightning.LightningModule):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
         self.guard.end_step(norm, self.trainer.global_step)
-        if gradient_clip_val and gradient_clip_algorithm in (None, "norm"):
+        if gradient_clip_val and gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        elif gradient_clip_val:
             torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
-        else:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
-        self.guard.check()  # of the step before, whose norm is known by now
+        if self._logs:  # which waits for the device in any case
+            self.guard.check()
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         if isinstance(self.trainer.strategy, DeepSpeed):
             norm = torch.tensor(torch.inf if self.trainer.strategy.overflowed else 0.0)
@@ -215,6 +230,12 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_train_end(self) -> None:
         self.guard.check()
+
+    @property
+    def _logs(self) -> bool:
+        """Whether values of the current step are logged."""
+        every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
+        return every > 0 and (self.trainer.global_step + 1) % every == 0
 
     # --- validation ---
 
@@ -225,17 +246,34 @@ class SpecialistTraining(lightning.LightningModule):
     def on_validation_start(self) -> None:
         self.guard.check()
         data = getattr(self.trainer, "datamodule", None)
-        if self.trainer.state.fn == "fit" or not isinstance(data, FeatureData):
-            return
-        if warning := warn_of_training("the draft", self.draft.trained_on, data.source, data.held_out):
-            rank_zero_warn(warning)
+        if self.trainer.state.fn == "validate" and isinstance(data, FeatureData):
+            self._warn_of_training(data.validation_source, data.held_out)
 
     def on_validation_epoch_end(self) -> None:
-        means = self.val_metrics.compute()
-        self.log("val/loss", self._sum_passes(means["val_loss"][: self.draft.config.depth]), prog_bar=True)
+        losses, means = self.val_metrics.compute()
+        self.log(f"{self.stage}/loss", self._sum_passes(losses[: self.draft.config.depth]), prog_bar=True)
         for name, values in means.items():
-            self.log_by_depth(name, values)
+            self.log_by_depth(f"{self.stage}_{name}", values)
         self.val_metrics.reset()
+
+    def test_step(self, batch: Batch, batch_idx: int = 0) -> None:
+        self.validation_step(batch)
+
+    def on_test_start(self) -> None:
+        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
+            self._warn_of_training(data.other_stores["test"], range(len(data.other_stores["test"])))
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+    @property
+    def stage(self) -> str:
+        """What the names of logged values begin with: val, or test in `trainer.test`."""
+        return "test" if self.trainer.testing else "val"
+
+    def _warn_of_training(self, source: SampleSource, indices: Iterable[int]) -> None:
+        if warning := warn_of_training("the draft", self.draft.trained_on, source, indices):
+            rank_zero_warn(warning)
 
     # --- checkpoints ---
 
@@ -252,6 +290,8 @@ class SpecialistTraining(lightning.LightningModule):
         if self._trainer is not None:
             if self.trainer.state.fn == "fit":
                 check_same_optimizer(checkpoint, self.hparams)
+                for group in (group for each in checkpoint["optimizer_states"] for group in each["param_groups"]):
+                    group["fused"] = runs_fused(self.trainer) or None  # of this device, not of the checkpoint's
             restore_schedule(self.trainer, checkpoint)
 
     # --- shared by training and validation ---
@@ -267,14 +307,18 @@ class SpecialistTraining(lightning.LightningModule):
     ) -> tuple[PassLosses, list[Tensor]]:
         """The losses of `depth` unrolled passes, and K predictions (B, T-1, D).
 
-        There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
+        There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}. The weights of
+        `chains` are on the host.
         """
         torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight at each use, and keeps all copies
         draft, counts = self.draft, batch.counts[:, :-1]
         embedded = self.embed_head.embed(batch.tokens[:, 1:])
         inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
         packing = Packing(batch.lengths, batch.positions[:, :-1])
-        predictions = draft(embedded, inputs, depth, packing, counts > 0 if chains is None else chains > 0)
+        begins, counting = (
+            send(slots_that_count(_slot_counts(batch), passes, chains), self.device) for passes in (1, depth)
+        )
+        predictions = draft(embedded, inputs, depth, packing, begins)
         if draft.config.own_head:  # as published, no loss where the head has no row for the target's token
             counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
         losses = pass_losses(
@@ -290,7 +334,8 @@ class SpecialistTraining(lightning.LightningModule):
             cap=self.embed_head.cap,
             draft_head=draft.lm_head.weight if draft.config.own_head else None,
             pass_weights=pass_weights,
-            chains=chains,
+            chains=None if chains is None else send(chains, self.device),
+            counting=counting,
         )
         if "extra" in self.logged_terms:
             extra = self.extra_losses(predictions, batch)
@@ -304,7 +349,7 @@ class SpecialistTraining(lightning.LightningModule):
             "greedy": batch.greedy[:, 1:-1],
             "text": batch.tokens[:, 2:],
             "counts": batch.counts[:, :-2],
-            "begins": None if chains is None else chains[:, :-1] > 0,
+            "begins": None if chains is None else chains[:, :-1].to(self.device) > 0,
         }
 
     def _sum_passes(self, means: Tensor) -> Tensor:
@@ -316,6 +361,12 @@ class SpecialistTraining(lightning.LightningModule):
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """Log values (K,) but nan as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`."""
+        values = values.cpu()
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
         named["mean"] = values.nanmean()
         self.log_dict({f"{name}/{place}": value for place, value in named.items() if not value.isnan()})
+
+
+def _slot_counts(batch: Batch) -> Tensor:
+    """The passes that count at each slot, on the host: (B, T-1)"""
+    return torch.from_numpy(batch.host_counts[:, :-1])

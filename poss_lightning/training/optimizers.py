@@ -1,5 +1,6 @@
 """The optimizer of a draft, the schedule of its learning rate, and a guard against gradients that are not finite."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,10 +27,17 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
         "betas": tuple(options["betas"]),
         "weight_decay": options["weight_decay"],
     }
+    if runs_fused(trainer):
+        adamw_args["fused"] = True
     if options["optimizer"] == "adamw":
         return torch.optim.AdamW(draft.parameters(), **adamw_args)
     heads = [draft.lm_head.weight] if draft.config.own_head else []
     return Muon(draft.parameters(), **adamw_args, heads=heads, rank=trainer.global_rank, world=trainer.world_size)
+
+
+def runs_fused(trainer: lightning.Trainer) -> bool:
+    """Whether AdamW updates all weights in one kernel: on a GPU, unless DeepSpeed divides its state."""
+    return trainer.strategy.root_device.type not in ("cpu", "mps") and not isinstance(trainer.strategy, DeepSpeed)
 
 
 def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
@@ -77,7 +85,9 @@ def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Traine
 
 
 class NormGuard:
-    """Checks the norm of a step's gradient when the next step begins: by then it is known, and nothing waits for it.
+    """Keeps the norms of gradients on the device, so that a step does not wait for its own.
+
+    They are checked when a step is logged, and before anything is validated or written.
 
     Attributes:
         ids: conversations of the current step.
@@ -85,21 +95,21 @@ class NormGuard:
 
     def __init__(self):
         self.ids: list[str] = []
-        self.last: tuple[Tensor, int, list[str]] | None = None  # norm, number and conversations of a step
+        self.steps: list[tuple[Tensor, int, list[str]]] = []  # norm, number and conversations of each since the check
 
     def end_step(self, norm: Tensor, step: int) -> None:
         """Keep the norm of the current step for `check`."""
-        self.last, self.ids = (norm, step, self.ids), []
+        self.steps.append((norm, step, self.ids))
+        self.ids = []
 
     def check(self) -> None:
-        """Raise ValueError where the gradient of the last step was not finite."""
-        if self.last is None:
-            return
-        norm, step, ids = self.last
-        if not norm.isfinite():
-            more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
-            raise ValueError(
-                f"step {step}: the norm of the gradient is {norm.item()}, in {', '.join(ids[:MAX_NAMED])}{more}. "
-                "Checkpoints and drafts are from before it"
-            )
-        self.last = None
+        """Raise ValueError for the first step since the last check whose gradient was not finite."""
+        norms = torch.stack([norm for norm, *_ in self.steps]).tolist() if self.steps else []
+        for norm, (_, step, ids) in zip(norms, self.steps, strict=True):
+            if not math.isfinite(norm):
+                more = f" and {len(ids) - MAX_NAMED} more" if len(ids) > MAX_NAMED else ""
+                raise ValueError(
+                    f"step {step}: the norm of the gradient is {norm}, in {', '.join(ids[:MAX_NAMED])}{more}. "
+                    "Checkpoints and drafts are from before it"
+                )
+        self.steps.clear()

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses.passes import PassLosses
-from poss_lightning.metrics import FeatureDrift, PassMeans, UnrollAcceptance
+from poss_lightning.metrics import FeatureDrift, PassSums, UnrollAcceptance
 
 
 class ValidationMetrics(nn.Module):
@@ -20,7 +20,7 @@ class ValidationMetrics(nn.Module):
     def __init__(self, depth: int, terms: tuple[str, ...], predicts_feature: bool):
         super().__init__()
         self.terms = terms
-        self.losses = PassMeans(1 + len(terms), depth)
+        self.losses = PassSums(1 + len(terms), depth)
         self.acceptance = UnrollAcceptance(depth)
         self.drift = FeatureDrift(depth) if predicts_feature else None
 
@@ -32,15 +32,20 @@ class ValidationMetrics(nn.Module):
         if self.drift is not None:
             self.drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
 
-    def compute(self) -> dict[str, Tensor]:
-        """The means (K,) by the names under which they are logged."""
-        names = ["val_loss", *(f"val_{name}_loss" for name in self.terms)]
-        means = dict(zip(names, self.losses.compute(), strict=True))
-        means["val_pos_acc_unroll"] = self.acceptance.compute()
+    def compute(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of each pass (K,), 0 without slots; and means (K,) by name, nan there.
+
+        Without any slot all are nan.
+        """
+        names = ["loss", *(f"{name}_loss" for name in self.terms)]
+        sums, slots = self.losses.compute()
+        slots = torch.atleast_1d(slots)  # which torchmetrics squeezes
+        means = dict(zip(names, sums / slots, strict=True))
+        means["pos_acc_unroll"] = self.acceptance.compute()
         if self.drift is not None:
             drift = self.drift.compute()
-            means |= {f"val_drift_{name}": drift[name] for name in ("cosine", "l2", "norm_ratio")}
-        return means
+            means |= {f"drift_{name}": drift[name] for name in ("cosine", "l2", "norm_ratio")}
+        return sums[0] / slots.clamp(min=1) / (slots[0] > 0), means
 
     def reset(self) -> None:
         """Forget all batches."""

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning import cli
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.losses.passes import pass_losses
+from poss_lightning.losses.passes import pass_losses, slots_that_count
 from poss_lightning.training.flops import count_parameters, step_flops
 from poss_lightning.training.optimizers import make_optimizer
 from poss_lightning.training.plan import GIB, SIZE_FIELDS, TARGETS, find_target, moment_bytes, state_bytes, token_bytes
@@ -38,7 +38,8 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, options):
     counts = (torch.arange(24) % (depth + 1))[None]
     loss = {"weights": {"token": 1.0}, "draft_head": draft.lm_head.weight if config.own_head else None}
     with FlopCounterMode(display=False) as counter:
-        passes = [draft.head_input(output) for output in draft(embedded, inputs, depth, begins=counts > 0)]
+        outputs = draft(embedded, inputs, depth, begins=slots_that_count(counts, 1))
+        passes = [draft.head_input(output) for output in outputs]
         pass_losses(passes, features, counts, target.embed_head.head, **loss).total.backward()
     plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
     slots = (counts > 0).sum()

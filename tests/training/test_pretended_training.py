@@ -4,32 +4,39 @@ So do extraction and online features, which make what a step reads. Attention is
 """
 
 from collections import Counter
+from itertools import chain
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch.accelerators.cpu import CPUAccelerator
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import move_data_to_device
 from torch.nn.attention.flex_attention import AuxOutput
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from poss_lightning.evaluation import replay
+from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.features.writing import tokenize
 from poss_lightning.target.model import Target
-from poss_lightning.training.callbacks import Throughput
+from poss_lightning.training.callbacks import StepLines, Throughput
+from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
-from tests.support.talks import EAGLE3, talks
+from tests.support.talks import BLOCK, EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
-LAYERS = {"eagle2": (), "eagle3": (2, 3, 4)}
+LAYERS = {"eagle2": (), "eagle3": (2, 3, 4), "block": (2, 3, 4)}
+OPTIONS = {"eagle2": {}, "eagle3": EAGLE3, "block": BLOCK | {"allocation": [3]}}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
 DPACE = {"slot_weights": "dpace", "loss": {"token": 1.0, "acceptance": 0.1}}
 
@@ -45,8 +52,16 @@ def dense_attention(queries, keys, values, *, block_mask, return_lse=False, **op
     return out, norm if return_lse else AuxOutput(lse=norm)
 
 
+class PinnedLoader(DataLoader):
+    """As for CUDA."""
+
+    def __iter__(self):
+        return map(pin_memory, super().__iter__())
+
+
 @pytest.fixture
 def device(monkeypatch):
+    monkeypatch.setattr("poss_lightning.features.stream.DataLoader", PinnedLoader)
     monkeypatch.setattr("poss_lightning.draft.attention.flex_attention", dense_attention)
     monkeypatch.setattr("poss_lightning.draft.attention._compiled", lambda function: function)
     with PretendedDevice() as device:
@@ -54,7 +69,7 @@ def device(monkeypatch):
 
 
 def load(where: torch.device | str, kind: str) -> Target:
-    model = tiny_model(num_hidden_layers=7 if kind == "eagle3" else 2)
+    model = tiny_model(num_hidden_layers=7 if LAYERS[kind] else 2)
     return Target(model.to(where).requires_grad_(False), tiny_tokenizer(), "tiny")
 
 
@@ -72,20 +87,23 @@ class Accelerator(CPUAccelerator):
 
 
 @pytest.fixture
-def fit(stores, train):
+def fit(stores, train, tmp_path):
     def run(kind: str, where: PretendedDevice | None, plugins=None, **changes):
-        """Three steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
+        """Four steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
         lightning.seed_everything(0, verbose=False)
-        module = SpecialistTraining(stores[kind], **MODEL | (EAGLE3 if kind == "eagle3" else {}) | changes)
-        waits: list[Counter] = []
-        watch = LambdaCallback(
-            on_train_batch_start=lambda *_: where and where.waits.clear(),
-            on_train_batch_end=lambda *_: where and waits.append(Counter(where.waits)),
-        )
+        module = SpecialistTraining(stores[kind], **MODEL | OPTIONS[kind] | changes)
+        waits: list[list[str]] = []  # from the start of a batch to that of the next
+
+        def begin(*_) -> None:
+            waits.append([])
+            if where:
+                where.waits = waits[-1]
+
+        watch = LambdaCallback(on_train_batch_start=begin)
         trainer = train(
             module,
             FeatureData(stores[kind], batch_tokens=256, validation=0.2, noise=0.0),
-            max_steps=3,
+            max_steps=4,
             accelerator="auto",
             strategy=SingleDeviceStrategy(DEVICE if where else torch.device("cpu"), Accelerator()),
             accumulate_grad_batches=2,
@@ -93,8 +111,10 @@ def fit(stores, train):
             log_every_n_steps=3,
             val_check_interval=6,
             limit_val_batches=1,
-            callbacks=[Throughput(), watch],
+            callbacks=[Replay(answers=1), Throughput(), StepLines(), Dashboard(), watch],
             plugins=plugins,
+            logger=TensorBoardLogger(tmp_path, version="host" if where is None else "device"),
+            enable_progress_bar=True,
         )
         return module.draft.state_dict(), trainer.callback_metrics, waits
 
@@ -106,20 +126,21 @@ def fit(stores, train):
     [
         ("eagle2", {"optimizer": "muon"}),
         ("eagle3", {"kv": "shared"}),
+        ("block", {"anchors": 3}),
+        pytest.param("block", {}, marks=pytest.mark.nightly),
         *(pytest.param(kind, DPACE, marks=pytest.mark.nightly) for kind in LAYERS),
     ],
     ids=str,
 )
-def test_steps_are_the_hosts(device, fit, kind, options):
-    """Through Lightning: transfer, losses, clipping, the optimizer, validation."""
+def test_steps_are_the_hosts_and_wait_for_nothing_until_they_are_logged(device, fit, kind, options):
+    """Through Lightning: loading, transfer, losses, clipping, the optimizer, bar and logger, validation."""
     host, host_metrics, _ = fit(kind, None, **options)
     ours, metrics, batches = fit(kind, device, **options)
     for name, value in host.items():
         torch.testing.assert_close(ours[name].cpu(), value, rtol=1e-4, atol=2e-5, msg=name)
     assert metrics["val/loss"].item() == pytest.approx(host_metrics["val/loss"].item(), rel=1e-4)
-    # A batch waits for the slots that count, a step for whether all is finite; the first and the last ones are logged.
-    for number, waits in enumerate(batches[1:-2], start=1):
-        assert waits.total() <= 1 + number % 2, waits
+    assert len(batches) == 8 and batches[5]  # the third step, after which there is a validation
+    assert Counter(chain(*batches[1:4], batches[6])) == {}
 
 
 def test_autocast_of_cuda_takes_all_dtypes(device, fit):
@@ -129,15 +150,28 @@ def test_autocast_of_cuda_takes_all_dtypes(device, fit):
     assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_pinned_batch_is_moved_once_and_without_a_wait(device, stores, kind):
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kind):
     data = FeatureData(stores[kind], batch_tokens=256)
     data.source = data.source.select(LAYERS[kind])
-    pinned = pin_memory(padded(data.source))  # as a loader for CUDA does
+    pinned = next(iter(data.train_dataloader()))
     device.waits.clear()
     moved = data.transfer_batch_to_device(pinned, DEVICE, 0)
-    assert (moved.draft_input is moved.features) == (kind == "eagle2")
+    for batch in (pinned, moved):
+        assert (batch.draft_input is batch.features) == (kind == "eagle2")
     assert not device.waits
+
+
+def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
+    module = SpecialistTraining(stores["eagle2"], [2])
+    samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
+    monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
+    host = replay.replay_rounds(module.draft, module.embed_head, samples, depth=2)
+    rounds.clear()
+    device.waits.clear()
+    samples = move_data_to_device(samples, DEVICE)
+    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, depth=2) == host
+    assert len(rounds) > 10 and sum("replay.py" in wait for wait in device.waits) < 1.5 * len(rounds)
 
 
 def padded(source) -> Batch:
@@ -162,7 +196,11 @@ def test_online_features_are_the_hosts(device):
     online = OnlineFeatures(target, tokenize(target, talks(), 128)).select(LAYERS["eagle3"])
     found = []
     for where in ("cpu", DEVICE):
-        filled = online.fill(move_data_to_device(padded(online), torch.device(where)))
+        batch = move_data_to_device(padded(online), torch.device(where))
+        online.fill(batch)  # moves the target
+        device.waits.clear()
+        filled = online.fill(batch)
+        assert all("_base_forward" in wait for wait in device.waits)  # transformers asks whether texts are packed
         found.append([x.cpu() for x in (filled.features, filled.draft_input, filled.greedy)])
     for host, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, host, rtol=1e-4, atol=1e-4)

@@ -9,9 +9,20 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 from poss_lightning.evaluation.probe import Replay
+from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.stream import collate
+from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.ranks import QUIET
+from tests.support.tiny import tiny_target
+
+
+@pytest.fixture
+def inner(make_store) -> str:
+    return make_store(tiny_target(num_hidden_layers=7), limit=4)
+
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -32,6 +43,40 @@ def test_a_replay_of_the_trainer_is_not_replaced(store, train):
     trainer.validate(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert [each.answers for each in trainer.callbacks if isinstance(each, Replay)] == [3]
     assert trainer.callback_metrics["val/tau_tree"] >= 1
+
+
+def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, make_store, tiny_folder, train):
+    own = make_store(Target.load(tiny_folder, "float32"), limit=12)
+    data = FeatureData(store, validation=0.0, validation_store=own, test_store=own, batch_tokens=256)
+    assert len(data.train) == 40 and not isinstance(data.held_out, range)
+    module = SpecialistTraining(store, allocation=[1, 1], gamma=0.7)
+    with pytest.warns(UserWarning, match="the draft was trained on 12 of these 12 conversations"):
+        trainer = train(module, data, max_steps=1, val_check_interval=1, callbacks=[Replay(answers=1000)])
+    found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
+    samples = FeatureStore(own)
+    with torch.no_grad():
+        losses, _ = module._losses(collate([[sample] for sample in samples]), 2)
+    means = losses.weighted / losses.slots
+    assert found["val/loss"] == pytest.approx(float(means[0] + 0.7 * means[1]), rel=1e-4)
+    replayed = replay_rounds(module.draft, module.embed_head, samples, depth=2)
+    accepted = [count for sample in replayed for answer in sample for count in answer]
+    assert found["val/tau_tree"] == pytest.approx(1 + sum(accepted) / len(accepted))
+    with pytest.warns(UserWarning, match="trained on 12 of these 12"):
+        (tested,) = trainer.test(module, data, verbose=False)
+    assert tested == pytest.approx({name.replace("val", "test", 1): value for name, value in found.items()})
+
+
+def test_what_a_trainer_cannot_do_is_refused(store, inner, train):
+    module = SpecialistTraining(store, allocation=[1])
+    with pytest.raises(ValueError, match="the module was given to torch"):
+        train(torch.compile(SpecialistTraining(store, allocation=[1])), FeatureData(store), max_steps=1)
+    with pytest.raises(ValueError, match="nothing to test on: give a test_store"):
+        lightning.Trainer(accelerator="cpu", **QUIET).test(module, FeatureData(store))
+    with pytest.raises(ValueError, match=r"validation is 0\.0, .* give a validation_store"):
+        FeatureData(store, validation=0.0)
+    for name in ("validation_store", "test_store"):
+        with pytest.raises(ValueError, match=f"{name} .* is of a different target than what is trained on: "):
+            FeatureData(store, **{name: inner})
 
 
 def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):

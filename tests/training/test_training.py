@@ -1,5 +1,6 @@
 """Training through Lightning on the tiny target: it learns, it logs, and padding changes nothing."""
 
+import math
 import pickle
 from itertools import pairwise
 from types import SimpleNamespace
@@ -177,11 +178,45 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
         logged.append((any(batch.spans), float(trainer.callback_metrics["train/loss"])))
 
     data = FeatureData(store, batch_tokens=512, validation=0.2)
-    options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0}
+    options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0, "log_every_n_steps": 1}
     module, watching = SpecialistTraining(store, allocation=[2]), LambdaCallback(on_train_batch_end=watch)
     train(module, data, callbacks=[watching], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
+
+
+def logged_values(module, batch) -> dict[str, float]:
+    """What a step of training and then a validation log of a batch."""
+    logged: dict[str, float] = {}
+    module._trainer = lightning.Trainer(accelerator="cpu", log_every_n_steps=1, **QUIET)
+    module._trainer.strategy.optimizers = [torch.optim.SGD(module.draft.parameters())]
+    module.log = lambda name, value, **_: logged.update({name: float(value)})
+    module.log_dict = lambda values, **_: logged.update({name: float(value) for name, value in values.items()})
+    module.training_step(batch)
+    module.validation_step(batch)
+    module.on_validation_epoch_end()
+    return logged
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
+    """Answers are shorter than the depth; or the draft's own head has none of the tokens there."""
+    lightning.seed_everything(0)
+    options = {"gamma": 0.7} | (EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {})
+    module = SpecialistTraining(inner, [2, 2], **options)
+    batch = batch_of(inner, range(0, 40, 4), module.layers)
+    if kind == "eagle2":
+        short = batch._replace(counts=batch.counts.clamp(max=2))
+    else:
+        unknown = int((~module.embed_head.has_row(torch.arange(320))).nonzero()[0])
+        short = batch._replace(greedy=batch.greedy.masked_fill(batch.counts.roll(1, 1) > 2, unknown))
+    logged = logged_values(module, short)
+    assert 0 < logged["val/loss"] == pytest.approx(logged["train/loss"], rel=1e-5)
+    by_depth = [logged.get(f"val_loss/depth_{k}") for k in range(1, 5)]
+    assert by_depth[2:] == [None, None] and logged["val/loss"] == pytest.approx(by_depth[0] + 0.7 * by_depth[1])
+    none = logged_values(module, batch._replace(counts=torch.zeros_like(batch.counts)))
+    assert math.isnan(none.pop("val/loss"))  # and no smallest loss, which would make the best draft
+    assert not any(map(math.isnan, none.values()))
 
 
 def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
