@@ -41,7 +41,8 @@ from poss_lightning.draft.folder import (
 from poss_lightning.draft.layer import BlockLayer, Norm, NormedSpecialist, Rope, Specialist, rope_at
 from poss_lightning.draft.unroll import unroll
 from poss_lightning.files import atomic
-from poss_lightning.target.spec import EmbedHead, Product
+from poss_lightning.prepack import Product
+from poss_lightning.target.spec import EmbedHead
 
 # options that a draft takes over with the weights that it starts from
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
@@ -175,10 +176,13 @@ class Specialists(nn.Module):
         """Rows of the head -> the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
-    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
-        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V)."""
+    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
+        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V).
+
+        `product` is how to multiply by the head of `embed_head`.
+        """
         features = self.head_input(predicted)
-        return product(features, self.lm_head.weight) if self.config.own_head else embed_head.logits(features, product)
+        return self.lm_head(features) if self.config.own_head else embed_head.logits(features, product)
 
     # --- how it begins ---
 

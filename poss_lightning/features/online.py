@@ -109,7 +109,7 @@ class OnlineFeatures(SampleSource):
         known = (batch.counts[:, :-1] > 0).nonzero() + torch.tensor([0, 1], device=batch.counts.device)
         greedy = batch.greedy.clone()
         for row, slot in (some.unbind(1) for some in known.split(LOGIT_SLOTS)):
-            logits = self.model.embed_head.logits(features[row, slot].to(self.model.device))
+            logits = self.model.logits(features[row, slot].to(self.model.device))
             greedy[row, slot] = logits.max(-1).indices.to(device)
         return batch._replace(features=features, draft_input=inputs, greedy=greedy)
 

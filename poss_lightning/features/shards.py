@@ -19,7 +19,6 @@ from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import EmbedHead
 
 pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
 
@@ -111,7 +110,7 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
     columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
-    greedy = _greedy(reader.target.embed_head, read.features, batch).cpu()  # waits for the copies above, too
+    greedy = _greedy(reader.target, read.features, batch).cpu()  # waits for the copies above, too
     rows = {
         "id": [text.id for text in batch],
         "conversation": [text.conversation for text in batch],
@@ -131,13 +130,13 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(embed_head: EmbedHead, features: Tensor, batch: list[TokenizedText]) -> Tensor:
+def _greedy(target: Target, features: Tensor, batch: list[TokenizedText]) -> Tensor:
     """(tokens,): the target's most likely next token at every slot before an assistant's token; elsewhere -1."""
     greedy = torch.full(features.shape[:1], -1, device=features.device)
     for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:
             slots = slice(first + max(start, 1) - 1, first + stop - 1)  # no slot lies before a text's first token
-            greedy[slots] = embed_head.logits(features[slots]).max(-1).indices
+            greedy[slots] = target.logits(features[slots]).max(-1).indices
     return greedy
 
 
