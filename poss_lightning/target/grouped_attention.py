@@ -37,7 +37,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' modules call it: (B, H, n, d) on (B, kv heads, S, d) -> (B, n, H, d)."""
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
-    if attention_mask is None or not shares or options.get("position_bias") is not None:
+    if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
         mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     attended = grouped_attention(query, key, value, attention_mask, options.get("scaling"))

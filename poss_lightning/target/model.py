@@ -287,10 +287,13 @@ class Target(nn.Module):
         if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
             raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        with self.without_defaults():
-            output = self.model(tokens, use_cache=False, output_hidden_states=True)
+        with self.without_defaults() as model:
+            output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
+            logits = model(tokens, use_cache=False).logits.to(self.device)
+        theirs = output.last_hidden_state.to(self.device)
         features, inner = self.text_layers(tokens, layers := tuple(range(1, self.config.num_hidden_layers)))
-        logits, ours = output.logits.to(self.device), self.logits(features)
+        self._check_near(features, theirs, "its features")
+        ours = self.embed_head.logits(theirs)
         states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
         if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
             raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
@@ -336,14 +339,14 @@ class Target(nn.Module):
         except (RuntimeError, TypeError, ValueError) as error:  # whatever a mask of an unknown form makes it raise
             raise NotImplementedError(f"its attention does not take a tree's mask and cache ({error})") from error
         paths = torch.tensor(PATHS, device=self.device)
-        plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1)).float()  # (2, 11, D)
-        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1).float()
-        distance = (ours - plain).norm() / plain.norm()
+        plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)
+        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1)
+        self._check_near(ours, plain, f"its features behind a cache and a tree's mask{suffix}")
+
+    def _check_near(self, ours: Tensor, plain: Tensor, what: str) -> None:
+        distance = (ours.float() - plain.float()).norm() / plain.float().norm()
         if not distance <= (1e-3 if self.dtype == torch.float32 else 5e-2):
-            raise NotImplementedError(
-                f"its features behind a cache and a tree's mask{suffix} are not those of a plain forward (relative "
-                f"distance {distance:.1g})"
-            )
+            raise NotImplementedError(f"{what} are not those of a plain forward (relative distance {distance:.1g})")
 
 
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
