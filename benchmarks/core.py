@@ -1,25 +1,20 @@
-"""`make bench`: extraction beside the target's bare forward, and a head in 8 bits beside `linear`.
+"""`make bench`: extraction beside the target's bare forward.
 
 Prints figures and writes runs/bench/core.json.
 """
 
 import tempfile
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
-from torch.nn.functional import linear
 
 from benchmarks.measure import in_turn, ratios, report
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.decoding.int8_head import Int8Head, exact_levels
 from poss_lightning.demo import CORPUS
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
-from poss_lightning.machine import timed
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import Product
 
 
 @torch.inference_mode()
@@ -58,29 +53,9 @@ def extraction(target: Target, conversations: int = 96, batch_tokens: int = 4096
     }
 
 
-@torch.inference_mode()
-def heads(target: Target, times: int = 25) -> dict[str, float]:
-    """How many times faster than `linear` a draft's head is read in 8 bits; {} where no CPU's sums are exact.
-
-    By rows of features and size of the vocabulary, while the caches have other weights.
-    """
-    others, found, levels = torch.zeros(2**26), {}, exact_levels()  # 256 MiB
-    for head in (target.embed_head.head[:32768], target.embed_head.head) if levels else ():
-        int8 = Int8Head(head, levels)
-        for rows in (2, 10, 24):
-            features = torch.randn(rows, head.shape[1]).to(head.dtype)
-            took: dict[Product, list[float]] = {linear: [], int8: []}
-            for _ in range(times):
-                for product, seconds in took.items():
-                    others.add_(1)
-                    seconds.append(timed(partial(product, features, head)))
-            found[f"linear_over_int8_{rows}_rows_of_{len(head)}"] = median(took[linear]) / median(took[int8])
-    return found
-
-
 def main() -> None:
     target = Target.load("embedded", device="cpu")
-    figures = {"dtype": target.dtype_name, "extraction": extraction(target), "heads": heads(target)}
+    figures = {"dtype": target.dtype_name, "extraction": extraction(target)}
     report(figures, "runs/bench/core.json", target.device)
 
 

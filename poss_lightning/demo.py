@@ -194,7 +194,7 @@ def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> tuple[fl
     def write_tokens() -> None:
         cache.clear()
         for step in range(steps):
-            target.embed_head.logits(target.tree_features(text[:, step : step + 1], alone, cache))
+            target.logits(target.tree_features(text[:, step : step + 1], alone, cache))
             cache.append([1])
 
     works = {"read": lambda: target.text_features(text), "write": write_tokens}

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import platform
 import shutil
 import sysconfig
 import time
@@ -19,7 +20,6 @@ Key = TypeVar("Key", bound=Hashable)
 
 DTYPES = ("bfloat16", "float16", "float32")
 GPU_TORCH = "2.11"  # the oldest that can run this package on a GPU
-TIMED_ROWS, TIMED_WIDTH = 32, 1024  # of the product that is timed: a tree's rows, a layer's width; takes 0.1 to 0.2 s
 SUMS = torch.float32 if torch.backends.mps.is_available() else torch.float64  # Apple's GPU has no float64
 
 logger = logging.getLogger(__name__)
@@ -82,10 +82,9 @@ def check_kernel_tools() -> None:
 
 @cache
 def fast_dtype(device: str) -> tuple[str, str]:
-    """The dtype that a device multiplies fastest, and the reason in words.
+    """The dtype that a device multiplies fastest, as it reports it, and the reason in words.
 
-    An Nvidia GPU reports it. Elsewhere a product is timed in bfloat16 and in float32, because many CPUs only store
-    bfloat16, and take two to five times as long to multiply it.
+    Many CPUs only store bfloat16, and take two to five times as long to multiply it.
     """
     kind = torch.device(device).type
     if kind == "cuda":
@@ -93,27 +92,16 @@ def fast_dtype(device: str) -> tuple[str, str]:
         if major >= 8:
             return "bfloat16", f"{name} multiplies it fast"
         return ("float16" if major == 7 else "float32"), f"{name} has no fast bfloat16"
-    ratio = bfloat16_over_float32(device)
-    what = {"cpu": "this CPU"}.get(kind, f"this machine's {kind}")
-    if ratio > 1:
-        return "float32", f"{what} multiplies bfloat16 slowly, in {ratio:.1f} times the time of float32"
-    return "bfloat16", f"{what} multiplies it in {ratio:.2f} of the time of float32"
+    if kind == "cpu" and not multiplies_bfloat16():
+        return "float32", "this CPU has no instructions that multiply bfloat16"
+    return "bfloat16", f"this {kind.upper()} multiplies it"
 
 
-def bfloat16_over_float32(device: str) -> float:
-    """Seconds of a product in bfloat16 over those in float32; inf if the device has no bfloat16."""
-
-    def product(dtype: torch.dtype) -> Callable[[], object]:
-        features, weights = (
-            torch.ones(rows, TIMED_WIDTH, dtype=dtype, device=device) for rows in (TIMED_ROWS, TIMED_WIDTH)
-        )
-        return lambda: torch.nn.functional.linear(features, weights)
-
-    try:
-        seconds = best_seconds({dtype: product(dtype) for dtype in (torch.bfloat16, torch.float32)}, 10, device)
-    except (RuntimeError, TypeError):  # macOS before 14 has no bfloat16 on its GPU
-        return float("inf")
-    return seconds[torch.bfloat16] / seconds[torch.float32]
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products in bfloat16: AVX-512-BF16, AMX, or ARM's."""
+    if platform.machine() == "aarch64":
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def best_seconds(

@@ -1,4 +1,4 @@
-"""What `auto` stands for: from what a device reports, or from a product that is timed."""
+"""What `auto` stands for: what a device reports."""
 
 import logging
 from itertools import count
@@ -11,7 +11,7 @@ from poss_lightning import machine
 
 @pytest.fixture(autouse=True)
 def empty_caches():
-    """Whatever was measured or logged before, a test measures and logs anew."""
+    """Whatever was chosen or logged before, a test chooses and logs anew."""
     machine.fast_dtype.cache_clear()
     machine._log_once.cache_clear()
     yield
@@ -30,44 +30,35 @@ def cuda(monkeypatch):
     return pretend
 
 
-def test_this_machine_is_measured_and_the_choice_logged_once(caplog):
+def test_the_choice_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="poss_lightning"):
         chosen = {machine.choose_dtype("auto", "cpu") for _ in range(3)}
     (line,) = [record.getMessage() for record in caplog.records]
-    assert chosen < {"bfloat16", "float32"} and line.startswith(f"{chosen.pop()}: this CPU multiplies ")
+    assert chosen < {"bfloat16", "float32"} and line.startswith(f"{chosen.pop()}: this CPU ")
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "ratio", "dtype", "precision"),
+    ("device", "capability", "instructions", "dtype", "precision"),
     [
-        ("cpu", None, 0.4, "bfloat16", "bf16-mixed"),
-        ("cpu", None, 4.3, "float32", "32-true"),
-        ("mps", None, 0.4, "bfloat16", "32-true"),
+        ("cpu", None, "avx512_bf16", "bfloat16", "bf16-mixed"),
+        ("cpu", None, "amx_tile", "bfloat16", "bf16-mixed"),
+        ("cpu", None, None, "float32", "32-true"),
+        ("mps", None, None, "bfloat16", "32-true"),
         ("cuda", (9, 0), None, "bfloat16", "bf16-mixed"),
         ("cuda", (7, 5), None, "float16", "32-true"),
         ("cuda", (6, 1), None, "float32", "32-true"),
     ],
 )
-def test_a_cpu_computes_in_what_it_multiplies_faster_and_a_gpu_in_what_it_reports(
-    monkeypatch, cuda, device, capability, ratio, dtype, precision
-):
+def test_a_device_computes_in_what_it_reports(monkeypatch, cuda, device, capability, instructions, dtype, precision):
     """Apple's GPU comes before the CPU, and trains in float32."""
-    monkeypatch.setattr(machine, "bfloat16_over_float32", lambda device: ratio)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "x86_64")
+    for name in ("avx512_bf16", "amx_tile"):
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda name=name: name == instructions)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
     cuda(capability)
     assert machine.choose_device() == device and machine.choose_dtype("auto", device) == dtype
     assert machine.choose_precision("auto") == precision
     assert machine.choose_precision("gpu") == (precision if capability else "32-true")  # Lightning reports that none is
-
-
-def test_a_device_without_bfloat16_computes_in_float32(monkeypatch):
-    def refuse(*arguments, dtype=None, **more):
-        if dtype == torch.bfloat16:
-            raise TypeError("BFloat16 is not supported on MPS")
-        return torch.zeros(*arguments, dtype=dtype)
-
-    monkeypatch.setattr(torch, "ones", refuse)
-    assert machine.bfloat16_over_float32("cpu") == float("inf")
 
 
 @pytest.mark.parametrize("device", ["warp", "cuda:99"])

@@ -18,16 +18,10 @@ from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
 
 
-def make_drafter(
-    draft: Specialists,
-    embed_head: EmbedHead,
-    depth: int = 6,
-    tree_width: int = 10,
-    int8_head: bool | None = False,
-) -> Drafter:
+def make_drafter(draft: Specialists, embed_head: EmbedHead, depth: int = 6, tree_width: int = 10) -> Drafter:
     """The drafter for a draft of this kind; arguments and errors are those of `Drafter`."""
     kind: type[Drafter] = BlockDrafter if isinstance(draft, Block) else Drafter
-    return kind(draft, embed_head, depth, tree_width, int8_head)  # pyright: ignore[reportArgumentType]
+    return kind(draft, embed_head, depth, tree_width)  # pyright: ignore[reportArgumentType]
 
 
 class BlockDrafter(Drafter):
@@ -50,7 +44,7 @@ class BlockDrafter(Drafter):
         positions = self.slots.lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # (B, n)
         context = self.draft.fuse(draft_input.to(self.draft.fc.weight.dtype))  # (B, n, D)
         self.slots.open(tokens.shape[1])
-        keys, values = self._project(context, slice(None))  # (L, B, kv heads, n, d)
+        keys, values = self._project(context, 0, len(self.kv_weights))  # (L, B, kv heads, n, d)
         keys = torch.stack([layer.k_norm(own) for layer, own in zip(self.draft.stack, keys, strict=True)])
         self.store.write(slice(None), self.slots.index, apply_rope(keys, self.draft.rope_at(positions)), values)
         self.root.copy_(tokens.gather(1, (counts - 1).clamp(min=0)[:, None]))
@@ -87,4 +81,4 @@ class BlockDrafter(Drafter):
             self.store.write(number, self.slots.index, *layer.keys_values(hidden, rope))
             keys, values = self.store.view(number, self.slots.extent)
             hidden = layer.after_attention(hidden, grouped_attention(queries, keys, values, mask))
-        return self.draft.logits(hidden[:, 1 : self.depth + 1], self.embed_head, self.product)
+        return self.draft.logits(hidden[:, 1 : self.depth + 1], self.embed_head, self.head_product)

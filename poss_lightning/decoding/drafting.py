@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from poss_lightning.decoding.budget import Budget
-from poss_lightning.decoding.int8_head import choose_product
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.rope import Rope, apply_rope
 from poss_lightning.draft.unroll import Chain
+from poss_lightning.prepack import Product, product_with
 from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots, SlotStore
 from poss_lightning.target.grouped_attention import grouped_attention
@@ -42,21 +41,13 @@ class Drafter:
         embed_head: the target's embedding and head (restricted to the draft's vocabulary here).
         depth: K, positions drafted at most.
         tree_width: children tried per node, and nodes of a frontier; 1 makes the tree a chain.
-        int8_head: read the head in 8 bits; None does so where it is faster.
 
     Raises:
-        ValueError: a number below 1, a depth beyond the draft's window, or a CPU that cannot read a head in 8 bits.
+        ValueError: a number below 1, or a depth beyond the draft's window.
     """
 
     @torch.no_grad()
-    def __init__(
-        self,
-        draft: Chain,
-        embed_head: EmbedHead,
-        depth: int = 6,
-        tree_width: int = 10,
-        int8_head: bool | None = False,
-    ):
+    def __init__(self, draft: Chain, embed_head: EmbedHead, depth: int = 6, tree_width: int = 10):
         check_tree(depth, tree_width)
         config = draft.config
         config.check_depth(depth)
@@ -65,12 +56,13 @@ class Drafter:
         head = draft.lm_head.weight if config.own_head else self.embed_head.head
         self.depth, self.tree_width, self.layers = depth, min(tree_width, len(head)), config.aux_layers
         self.steps = depth  # of a whole tree, one after another
-        self.product = choose_product(head, int8_head)
+        self.head_product = None if config.own_head else product_with(head)
         self.slots = Slots(0, 0, draft.fc.weight.device)  # none, until `start`
         self.tree_slots = self.tree_width * (depth - 1)  # of drafted nodes
         self.candidates = 1 + self.tree_width + self.tree_width**2 * (depth - 1)  # nodes scored, root included
-        # Keys and values of all layers in one product: (S, 2 * kv heads * d, Z)
+        # Keys and values of several layers in one product: (S, 2 * kv heads * d, Z)
         self.kv_weights = torch.stack([layer.kv_weight() for layer in draft.layers])
+        self.kv_products: dict[tuple[int, int], Product] = {}  # by the first layer and the one after the last
 
     def start(self, batch: int, capacity: int) -> None:
         """Begin with empty caches of `capacity` verified slots per row; earlier ones are reused where they fit."""
@@ -161,7 +153,7 @@ class Drafter:
         keys, values = self.store.view(cache, self.slots.extent)
         attended = grouped_attention(layer.queries(z, frontier.rope), keys, values, visible[:, None])
         predicted = layer.after_attention(z, attended)
-        return predicted, self.draft.logits(predicted, self.embed_head, self.product)
+        return predicted, self.draft.logits(predicted, self.embed_head, self.head_product)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
@@ -196,15 +188,17 @@ class Drafter:
         """
         config = self.draft.config
         makers = [config.kv_specialist(k, first_reader) for k in range(first_reader, self.depth + 1)]
-        run = slice(min(makers), max(makers) + 1)
-        keys, values = self._project(self.draft.layers[0].shared_input(z), run)
-        caches = slice(0, 1) if config.kv == "shared" else run
+        run = min(makers), max(makers) + 1
+        keys, values = self._project(self.draft.layers[0].shared_input(z), *run)
+        caches = slice(0, 1) if config.kv == "shared" else slice(*run)
         self.store.write(caches, self.slots.index, apply_rope(keys, rope), values)
 
-    def _project(self, x: Tensor, layers: slice) -> tuple[Tensor, Tensor]:
-        """(B, n, Z) -> keys, not yet turned, and values of some layers: (layers, B, kv heads, n, d) each."""
+    def _project(self, x: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """(B, n, Z) -> keys, not yet turned, and values of the layers of a run: (layers, B, kv heads, n, d) each."""
+        if (first, stop) not in self.kv_products:
+            self.kv_products[first, stop] = product_with(self.kv_weights[first:stop].flatten(0, 1))
         shape = (-1, 2, self.draft.config.target.kv_heads, self.draft.config.target.head_dim)
-        projected = linear(x, self.kv_weights[layers].flatten(0, 1)).unflatten(-1, shape)
+        projected = self.kv_products[first, stop](x).unflatten(-1, shape)
         keys, values = projected.permute(3, 2, 0, 4, 1, 5)
         return keys, values
 

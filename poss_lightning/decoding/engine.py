@@ -21,6 +21,7 @@ from poss_lightning.decoding.rounds import Calibration, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.prepack import prepack
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
@@ -47,7 +48,6 @@ class Speculative(Decoder):
             and then drafts and verifies what brings the most tokens per second: round by round on a CPU, and on CUDA,
             where the host must not wait, with a plan that it settles on, and reconsiders now and then.
         graphs: run rounds as CUDA graphs; None does so where the target can.
-        int8_head: read the draft's head in 8 bits, which changes no output; None does so on a CPU where it is faster.
         lookup: at most N tokens that followed the same words earlier in the text join each tree as a path, on top of
             `nodes`; 0 for none. "auto" takes as many as pay.
 
@@ -64,7 +64,6 @@ class Speculative(Decoder):
         tree_width: int = 10,
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
-        int8_head: bool | None = None,
         lookup: int = 0,
     ):
         if tree not in ("fixed", "auto"):
@@ -76,7 +75,8 @@ class Speculative(Decoder):
                 raise ValueError(f"the draft was trained for a different target: {difference}")
             draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
             depth = sum(draft.config.allocation) if depth is None else depth
-            self.drafter = make_drafter(draft, target.embed_head, depth, tree_width, int8_head)
+            prepack(draft)
+            self.drafter = make_drafter(draft, target.embed_head, depth, tree_width)
         self.target, self.tree = target, tree
         self.fixed, self.lookup = Fixed(depth, nodes, lookup), Lookup(lookup)
         self.nodes = min(nodes, self.drafter.candidates)
@@ -180,7 +180,7 @@ class Speculative(Decoder):
         """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
         layers = self.drafter.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
-        return draft_input, self.target.embed_head.logits(features)
+        return draft_input, self.target.logits(features)
 
     def _noise(self, depth: int) -> Noise:
         """The noise of the next `depth` + 1 places."""
@@ -221,7 +221,7 @@ class Speculative(Decoder):
                 cache.slots.min_extent = drafter.slots.min_extent = tree_slots
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
-        first = self.sampler.next(target.embed_head.logits(last), self.cache.slots.lengths).tolist()
+        first = self.sampler.next(target.logits(last), self.cache.slots.lengths).tolist()
         texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)], target.device)
         drafter.append_context(texts[:, 1:], draft_input, self.cache.slots.lengths)
         drafter.slots.advance_host(self.cache.slots.host_lengths)

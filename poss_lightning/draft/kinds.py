@@ -33,7 +33,8 @@ from poss_lightning.draft.folder import (
 from poss_lightning.draft.layer import Norm, NormedSpecialist
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.unroll import Chain
-from poss_lightning.target.spec import EmbedHead, Product
+from poss_lightning.prepack import Product
+from poss_lightning.target.spec import EmbedHead
 
 
 class Eagle2(Chain):
@@ -75,8 +76,8 @@ class Eagle3(Chain):
     def head_input(self, predicted: Tensor) -> Tensor:
         return self.norm(predicted)
 
-    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
-        return product(self.norm(predicted), self.lm_head.weight)
+    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
+        return self.lm_head(self.norm(predicted))
 
     def normalise(self, embedded: Tensor, draft_input: Tensor) -> None:
         if self.config.input_norms:  # their output, if all vectors of a layer were equally long

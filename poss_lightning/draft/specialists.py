@@ -14,7 +14,8 @@ from poss_lightning.draft.folder import CONFIG, TRAINED_ON, WEIGHTS, encode_dige
 from poss_lightning.draft.layer import Specialist
 from poss_lightning.draft.rope import Rope, rope_at
 from poss_lightning.files import atomic
-from poss_lightning.target.spec import EmbedHead, Product
+from poss_lightning.prepack import Product
+from poss_lightning.target.spec import EmbedHead
 
 # options that a draft takes over with the weights that it starts from
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
@@ -83,8 +84,11 @@ class Specialists(nn.Module):
         """What the head reads of predicted features: (..., D) -> (..., D)."""
         return predicted
 
-    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product = nn.functional.linear) -> Tensor:
-        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V)."""
+    def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
+        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V).
+
+        `product` is how to multiply by the head of `embed_head`.
+        """
         return embed_head.logits(self.head_input(predicted), product)
 
     # --- one step ---

@@ -161,8 +161,6 @@ def benchmark(
     trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
-        known = earlier.get("methods", {}).get(method, {})  # of a killed run; timed again, its choice might differ
-        engine["int8_head"] = known.get("int8_head")
         methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
         trainings[method] = describe_training(drafts[name])
     facts = {

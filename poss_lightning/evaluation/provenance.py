@@ -16,7 +16,6 @@ from poss_lightning.configs import read_config
 from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS, local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
@@ -75,7 +74,6 @@ def describe_method(method: Decoder) -> dict:
         "nodes": method.nodes,
         "tree": method.tree,
         "tree_width": drafter.tree_width,
-        "int8_head": isinstance(drafter.product, Int8Head),
         **describe_draft(drafter.draft),
     }
 

@@ -117,7 +117,7 @@ class OnlineFeatures(SampleSource):
         known = torch.from_numpy(np.flatnonzero(batch.host_counts) + 1)  # nothing counts at the last slot of a row
         rows, greedy, sound = features.flatten(0, 1), batch.greedy.flatten(), finite.view(-1)
         for places in send(known, device).split(LOGIT_SLOTS):
-            best = self.model.embed_head.logits(rows[places].to(self.model.device)).max(-1)
+            best = self.model.logits(rows[places].to(self.model.device)).max(-1)
             greedy = greedy.index_copy(0, places, best.indices.to(device))
             sound[places] &= best.values.isfinite().to(device)
         greedy = greedy.view_as(batch.greedy)

@@ -19,7 +19,6 @@ from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
 from poss_lightning.files import atomic
 from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
-from poss_lightning.target.spec import EmbedHead
 
 pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
 
@@ -116,7 +115,7 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
     columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
-    greedy, finite = _greedy(reader.target.embed_head, read, batch).cpu()  # waits for the copies above, too
+    greedy, finite = _greedy(reader.target, read, batch).cpu()  # waits for the copies above, too
     rows = {
         "id": [text.id for text in batch],
         "conversation": [text.conversation for text in batch],
@@ -137,7 +136,7 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(embed_head: EmbedHead, read: TextFeatures, batch: list[TokenizedText]) -> Tensor:
+def _greedy(target: Target, read: TextFeatures, batch: list[TokenizedText]) -> Tensor:
     """(2, tokens): the target's most likely next token at every slot before an assistant's token, elsewhere -1; and
     whether all that the target computed at a slot is finite.
     """
@@ -147,7 +146,7 @@ def _greedy(embed_head: EmbedHead, read: TextFeatures, batch: list[TokenizedText
     for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
         for start, stop in text.spans:
             slots = slice(first + max(start, 1) - 1, first + stop - 1)  # no slot lies before a text's first token
-            best = embed_head.logits(features[slots]).max(-1)
+            best = target.logits(features[slots]).max(-1)
             greedy[slots] = best.indices
             finite[slots] &= best.values.isfinite()
     return torch.stack([greedy, finite])

@@ -184,7 +184,7 @@ class PlainLoop:
             self.cache, self.tokens = cache, torch.zeros_like(cache.slots.lengths)  # (B,)
             self.sampler = TokenSampler(len(prompts), self.target.spec.vocab_size, self.target.device)
         self.sampler.begin(sampling, prompts, generator)
-        self.tokens.copy_(self.sampler.next(self.target.embed_head.logits(last), cache.slots.lengths))
+        self.tokens.copy_(self.sampler.next(self.target.logits(last), cache.slots.lengths))
 
     def _step(self, clock: Clock) -> None:
         """Read `self.tokens`, and put the next ones in their place."""
@@ -194,7 +194,7 @@ class PlainLoop:
             with part("verify"):
                 last = target.tree_features(tokens[:, None], self.alone, self.cache)[:, 0]
                 slots.advance_device(1)
-                tokens.copy_(self.sampler.next(target.embed_head.logits(last), slots.lengths))
+                tokens.copy_(self.sampler.next(target.logits(last), slots.lengths))
 
         key = (slots.extent_for(1), self.sampler.kind)
         self.graphs.run(key, forward, [slots.lengths, tokens, self.sampler.in_text], clock)

@@ -4,14 +4,13 @@ On CUDA only the slowest kernel takes both a mask and shared heads, so transform
 head, in every layer and round. Here the queries of a group stand side by side instead, as more nodes of one head.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 GROUPED = "poss_grouped"
 NODES = 128  # more queries than that are a text, whose mask would grow more than keys and values
@@ -38,7 +37,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' modules call it: (B, H, n, d) on (B, kv heads, S, d) -> (B, n, H, d)."""
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
-    if attention_mask is None or not shares or options.get("position_bias") is not None:
+    if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
         mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]
         return sdpa_attention_forward(module, query, key, value, mask, **options)
     attended = grouped_attention(query, key, value, attention_mask, options.get("scaling"))
@@ -46,22 +45,11 @@ def _attend(
 
 
 AttentionInterface.register(GROUPED, _attend)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def mask_copies(config: PreTrainedConfig, nodes: int) -> int:
     """How many copies of a mask of so many nodes `grouped_attention` puts below each other, in every layer alike."""
-    if config._attn_implementation != "sdpa" or nodes > NODES:
+    if config._attn_implementation != GROUPED or nodes > NODES:
         return 1
     return config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-@contextmanager
-def grouped_heads(config: PreTrainedConfig) -> Iterator[None]:
-    """Let a model of this config attend by `grouped_attention` where it would use `scaled_dot_product_attention`."""
-    usual = config._attn_implementation
-    if usual == "sdpa":  # eager attention caps its scores, or adds to them
-        config._attn_implementation = GROUPED
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual

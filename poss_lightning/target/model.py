@@ -1,5 +1,6 @@
 """The frozen target: any causal LM of transformers, used as features and a head."""
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,12 +14,13 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 
 from poss_lightning.files import fetch
-from poss_lightning.machine import choose_dtype
+from poss_lightning.machine import choose_dtype, free_bytes
+from poss_lightning.prepack import prepack, product_with
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import embed_head_of, fingerprint, plain_embed_head, spec_of
-from poss_lightning.target.grouped_attention import grouped_heads, mask_copies
+from poss_lightning.target.grouped_attention import GROUPED, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, home_device, placement
@@ -58,9 +60,6 @@ class Target(nn.Module):
         super().__init__()
         self.model, self.tokenizer = model, tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
-        self.config = model.config.get_text_config()
-        rope: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
-        self._dynamic_rope = [module for module in rope if module.rope_type != _without_dynamic(module.rope_type)]
         # transformers has warned of the longer name since 5.24, and accepts it until 5.40.
         names = signature(model.base_model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
@@ -69,8 +68,8 @@ class Target(nn.Module):
             rows = len(plain_embed_head(model)[1].weight)
             known = {"vocab_size": rows, "fingerprint": fingerprint(model), "template": self.chat.template.digest}
             self.spec = spec_of(model.config, name, **known)
-            self.windows = layer_windows(self.config, self.spec.context)
             self._find_parts()
+            self.windows = layer_windows(self.config, self.spec.context)
             self._check()
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             raise ValueError(explain_failure(name, error, str(model.device))) from error
@@ -125,8 +124,11 @@ class Target(nn.Module):
         self._find_parts()
 
     def _find_parts(self) -> None:
-        """Find the model's embedding and head, and where each layer keeps keys and values."""
+        """Find the model's embedding and head, copy the rest for decoding; and where a layer keeps keys and values."""
         self.embed_head = embed_head_of(self.model, self.spec)
+        self.backbone = decoding_copy(self.model)
+        self.config = self.backbone.config.get_text_config()
+        self._head_product = product_with(self.embed_head.head)
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         self.layer_devices = [self.device] * self.config.num_hidden_layers
@@ -138,7 +140,7 @@ class Target(nn.Module):
 
     def _base_forward(self, cache: Cache | None, **inputs: Any) -> Any:
         """Run the model without its head; `cache` is read and written."""
-        return self.model.base_model(**inputs, **{self._cache_name: cache}, use_cache=cache is not None)
+        return self.backbone(**inputs, **{self._cache_name: cache}, use_cache=cache is not None)
 
     @property
     def device(self) -> torch.device:
@@ -162,6 +164,10 @@ class Target(nn.Module):
         """An empty cache of `batch` rows and `capacity` slots."""
         sizes: dict[str, Any] = {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim, "dtype": self.dtype}
         return TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """The model's logits: (..., D) -> (..., V)."""
+        return self.embed_head.logits(features, self._head_product)
 
     def check_tokens(self, tokens: Iterable[int], what: str) -> None:
         """Raise ValueError where embedding or head has no row for a token of `what`."""
@@ -198,7 +204,7 @@ class Target(nn.Module):
         copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
         visible = slots.tree_mask(ancestors)
         mask = layer_masks(self.windows, visible, positions, slots.lengths, self.dtype, copies)
-        with self._as_decoded(), grouped_heads(self.config), self._kept(layers) as inner:
+        with self._kept(layers) as inner:
             output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=positions)
         features = output.last_hidden_state.to(self.device)
         return features, torch.cat([inner[i] for i in layers], dim=-1) if layers else features
@@ -215,7 +221,7 @@ class Target(nn.Module):
         Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The output of
         the last one is the feature before the final norm.
         """
-        with self._as_decoded(), self._kept(layers) as inner:
+        with self._kept(layers) as inner:
             output = self._base_forward(None, input_ids=tokens)
         features = output.last_hidden_state.to(self.device)
         none = features[:, :, None][:, :, :0]
@@ -243,58 +249,49 @@ class Target(nn.Module):
                 hook.remove()
 
     def _decoder_layers(self) -> nn.ModuleList:
-        count, lists = self.config.num_hidden_layers, self.model.base_model.modules()
+        count, lists = self.config.num_hidden_layers, self.backbone.modules()
         if found := [each for each in lists if isinstance(each, nn.ModuleList) and len(each) == count]:
             return found[0]
         raise NotImplementedError(f"it has no list of {count} decoder layers")
 
-    # --- the model as it decodes ---
-
-    @contextmanager
-    def _as_decoded(self) -> Iterator[None]:
-        """Put the model in eval mode, with fixed rotary angles; afterwards it is as it was.
-
-        Within a target's context "dynamic" angles never change, but their code asks the device whether they should. A
-        CUDA graph cannot ask, and a batch of transformers' `generate` may pass the context for its longest row.
-        """
-        was_training, usual = self.model.training, [module.rope_type for module in self._dynamic_rope]
-        if was_training:
-            self.model.eval()
-        for module in self._dynamic_rope:
-            module.rope_type = _without_dynamic(module.rope_type)
-        try:
-            yield
-        finally:
-            for module, kinds in zip(self._dynamic_rope, usual, strict=True):
-                module.rope_type = kinds
-            if was_training:
-                self.model.train()
-
     @contextmanager
     def without_defaults(self) -> Iterator[Any]:
-        """The model for `generate`, without the penalties or the temperature that its files may ask for."""
-        usual = self.model.generation_config
-        self.model.generation_config = GenerationConfig()
+        """The user's model for `generate`: in eval mode, without penalties or a temperature that its files ask for.
+
+        Its rotary angles are those of `backbone`: a batch may pass the context for its longest row.
+        """
+        model, rope = self.model, _dynamic_rope(self.model)
+        usual = model.generation_config, model.training, [module.rope_type for module in rope]
+        model.generation_config = GenerationConfig()
+        model.eval()
+        for module in rope:
+            module.rope_type = _without_dynamic(module.rope_type)
         try:
-            with self._as_decoded():
-                yield self.model
+            yield model
         finally:
-            self.model.generation_config = usual
+            model.generation_config, was_training, kinds = usual
+            if was_training:
+                model.train()
+            for module, kind in zip(rope, kinds, strict=True):
+                module.rope_type = kind
 
     # --- checks when it is loaded ---
 
     @torch.inference_mode()
     def _check(self) -> None:
         """Raise NotImplementedError where logits, inner layers or features under a mask are not the model's."""
-        if (attention := self.config._attn_implementation) not in ("sdpa", "eager"):  # others take no tree's mask
+        if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
             raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        with self._as_decoded():
-            output = self.model(tokens, use_cache=False, output_hidden_states=True)
+        with self.without_defaults() as model:
+            output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
+            logits = model(tokens, use_cache=False).logits.to(self.device)
+        theirs = output.last_hidden_state.to(self.device)
         features, inner = self.text_layers(tokens, layers := tuple(range(1, self.config.num_hidden_layers)))
         if not features.isfinite().all():
             raise NotImplementedError(f"its features are not finite in {self.dtype_name}: choose a different dtype")
-        logits, ours = output.logits.to(self.device), self.embed_head.logits(features)
+        self._check_near(features, theirs, "its features")
+        ours = self.embed_head.logits(theirs)
         states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
         if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
             raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
@@ -317,8 +314,7 @@ class Target(nn.Module):
     def _check_kept(self, tokens: Tensor) -> None:
         """Raise NotImplementedError where a layer keeps keys and values of other sizes than `new_cache` has."""
         cache = DynamicCache()
-        with self._as_decoded():
-            self._base_forward(cache, input_ids=tokens)
+        self._base_forward(cache, input_ids=tokens)
         heads = self.spec.kv_heads, self.spec.head_dim
         for layer in cache.layers:
             keys, values = layer.keys.shape[1::2], layer.values.shape[1::2]  # pyright: ignore
@@ -341,19 +337,42 @@ class Target(nn.Module):
         except (RuntimeError, TypeError, ValueError) as error:  # whatever a mask of an unknown form makes it raise
             raise NotImplementedError(f"its attention does not take a tree's mask and cache ({error})") from error
         paths = torch.tensor(PATHS, device=self.device)
-        plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1)).float()  # (2, 11, D)
-        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1).float()
-        distance = (ours - plain).norm() / plain.norm()
+        plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)
+        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1)
+        self._check_near(ours, plain, f"its features behind a cache and a tree's mask{suffix}")
+
+    def _check_near(self, ours: Tensor, plain: Tensor, what: str) -> None:
+        distance = (ours.float() - plain.float()).norm() / plain.float().norm()
         if not distance <= (1e-3 if self.dtype == torch.float32 else 5e-2):
-            raise NotImplementedError(
-                f"its features behind a cache and a tree's mask{suffix} are not those of a plain forward (relative "
-                f"distance {distance:.1g})"
-            )
+            raise NotImplementedError(f"{what} are not those of a plain forward (relative distance {distance:.1g})")
 
 
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
     """The ancestors of a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
+
+
+def decoding_copy(model: PreTrainedModel) -> Any:
+    """A copy of a model without its head, for decoding: with the same parameters and buffers, and in eval mode.
+
+    Its heads attend in groups, its products are prepacked. "Dynamic" rotary angles are fixed: within a target's context
+    they never change, but their code asks the device whether they should, which a CUDA graph cannot.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied = copy.deepcopy(model.base_model, shared).eval()
+    config = copied.config.get_text_config()
+    if config._attn_implementation == "sdpa":  # eager attention caps its scores, or adds to them
+        config._attn_implementation = GROUPED
+    for module in _dynamic_rope(copied):
+        module.rope_type = _without_dynamic(module.rope_type)
+    if 3 * sum(weight.nbytes for weight in model.parameters()) < (free_bytes("cpu") or 0):
+        prepack(copied)  # a layout takes as much memory again
+    return copied
+
+
+def _dynamic_rope(model: nn.Module) -> list[Any]:
+    modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
+    return [module for module in modules if module.rope_type != _without_dynamic(module.rope_type)]
 
 
 def _without_dynamic(kinds: Any) -> Any:

@@ -1,16 +1,14 @@
 """What training and decoding know of a target without loading it: its sizes, and its frozen embedding and head."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
+from poss_lightning.prepack import Product
 from poss_lightning.ranges import refuse_types
 from poss_lightning.target.fingerprints import same_weights
-
-Product = Callable[[Tensor, Tensor], Tensor]  # features (..., D) by a head (V, D) -> (..., V)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +87,10 @@ class EmbedHead(nn.Module):
     def logits(self, features: Tensor, product: Product | None = None) -> Tensor:
         """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours.
 
-        `product` multiplies features by the head; by default it is `linear`.
+        `product` is how to multiply by the head; by default `linear`.
         """
-        logits = (product or nn.functional.linear)(features.to(self.head.dtype), self.head)
+        features = features.to(self.head.dtype)
+        logits = product(features) if product else nn.functional.linear(features, self.head)
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap

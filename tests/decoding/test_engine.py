@@ -13,7 +13,6 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import top_log_probs
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.int8_head import exact_levels
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from tests.support.decoders import PROMPTS, STOPS, drawn, plant, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target
@@ -23,7 +22,7 @@ TREES = [  # depth, nodes, tree_width; and what else changes no token
     ((6, 7, 1), {"lookup": 6}),
     ((1, 2, 1), {}),
     ((1, 5, 4), {"tree": "auto", "lookup": 6}),
-    ((3, 20, 5), {"int8_head": exact_levels() is not None}),
+    ((3, 20, 5), {}),
     ((8, 40, 4), {"tree": "auto", "lookup": 4}),
 ]
 EAGLE3 = {"kind": "eagle3", "vocabulary": torch.arange(0, 320, 3), "detach": False}

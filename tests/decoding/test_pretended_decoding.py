@@ -50,7 +50,7 @@ def load(where: torch.device | str, kind: str = "eagle2") -> Target:
 
 def engine_of(target: Target, kind: str = "eagle2", **options) -> Speculative:
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
-    return Speculative(target, draft, 2, 5, 2, int8_head=False, **options)
+    return Speculative(target, draft, 2, 5, 2, **options)
 
 
 looked_up = partial(Speculative, draft=None, lookup=3)

@@ -154,7 +154,6 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run,
     with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
         run(tmp_path)
     monkeypatch.setattr(module, "provenance", lambda device: there | {"git": "later"})
-    monkeypatch.setattr("poss_lightning.decoding.int8_head.best_seconds", None)  # no choice of a head is made again
     run(tmp_path)
     facts = read_json(tmp_path / "run.json")
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]

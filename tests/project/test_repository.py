@@ -20,7 +20,7 @@ PACKAGE = "poss_lightning"
 
 # The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
 LEVELS = {
-    0: {"files", "machine", "ranges", "terminal", "versions"},
+    0: {"files", "machine", "prepack", "ranges", "terminal", "versions"},
     1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics", "plots"},
     2: {"target"},
     3: {"corpus"},

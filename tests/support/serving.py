@@ -51,7 +51,7 @@ class Answer:
 
 def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
     """Our engine's answers, on chains, one prompt at a time."""
-    engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1, int8_head=False)
+    engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1)
     answers = [Answer() for _ in prompts]
     for prompt, answer in zip(prompts, answers, strict=True):
         engine.decode([prompt], limit, frozenset(), watch=answer.note)

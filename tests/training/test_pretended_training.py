@@ -163,7 +163,7 @@ def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kin
 
 
 def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
-    module = SpecialistTraining(stores["eagle2"], [2])
+    module = SpecialistTraining(stores["eagle2"], allocation=[2])
     samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
     monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
     host = replay.replay_rounds(module.draft, module.embed_head, samples, depth=2)

@@ -203,7 +203,7 @@ def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     """Answers are shorter than the depth; or the draft's own head has none of the tokens there."""
     lightning.seed_everything(0)
     options = {"gamma": 0.7} | (EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {})
-    module = SpecialistTraining(inner, [2, 2], **options)
+    module = SpecialistTraining(inner, allocation=[2, 2], **options)
     batch = batch_of(inner, range(0, 40, 4), module.layers)
     if kind == "eagle2":
         short = batch._replace(counts=batch.counts.clamp(max=2))

@@ -1,0 +1,102 @@
+"""Prepacked products: those of `linear`, the same texts with and without, and a model in hand that stays as it is."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from poss_lightning import prepack
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.target.model import Target
+from tests.support.decoders import tokens_of
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+
+here = pytest.mark.skipif(not prepack.can_prepack(torch.float32), reason="this torch or CPU has no prepacked weights")
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    """Prepack the tiny weights of tests, too."""
+    monkeypatch.setattr(prepack, "SMALLEST", 0)
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that makes this a machine that cannot prepack."""
+    return lambda: monkeypatch.setattr(prepack, "can_prepack", lambda dtype: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (2, 3), (1, 40), (0, 5)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_are_those_of_linear(shape, dtype, biased):
+    """For a part of a larger tensor too, and where torch has no layout of the dtype."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(50, 24).to(dtype)[3:], torch.randn(47).to(dtype) if biased else None
+    x = torch.randn(*shape, 48).to(dtype)[..., ::2]
+    with torch.inference_mode():
+        torch.testing.assert_close(prepack.product_with(weight, bias)(x), linear(x, weight, bias))
+
+
+@here
+def test_gradients_are_those_of_linear():
+    layer = nn.Linear(24, 47)
+    x, twin = torch.randn(2, 3, 24, requires_grad=True), copy.deepcopy(layer)
+    prepack.prepack(layer)
+    found = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    for ours, theirs in zip(found, torch.autograd.grad(twin(x).square().sum(), [x, *twin.parameters()]), strict=True):
+        assert ours.equal(theirs)
+
+
+@here
+def test_a_model_in_hand_stays_as_it_is_and_shares_its_weights():
+    model, tokens = tiny_model().train(), torch.randint(0, 320, (2, 9))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    config, logits = model.config.to_dict(), model(tokens).logits
+    target = Target(model, tiny_tokenizer(), "tiny")
+    assert isinstance(target.backbone.layers[0].mlp.up_proj.forward, prepack.Prepacked)
+    tokens_of(Speculative(target, tiny_draft(target, [2])), limit=9)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.training and model.config.to_dict() == config and model.state_dict().keys() == state.keys()
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+    assert model(tokens).logits.equal(logits)
+    theirs = dict(model.model.named_parameters())
+    assert all(weight is theirs[name] for name, weight in target.backbone.named_parameters())
+
+
+@here
+@pytest.mark.parametrize("kind", [{}, {"vocabulary": torch.arange(0, 320, 3)}, {"kind": "eagle3"}], ids=str)
+def test_texts_are_those_of_generate_with_and_without(kind, without):
+    def texts() -> list[list[list[int]]]:
+        target = tiny_target(num_hidden_layers=7)
+        draft = tiny_draft(target, [1, 2], **kind)
+        engines = [Speculative(target, own, lookup=lookup) for own, lookup in ((draft, 0), (draft, 4), (None, 4))]
+        return [tokens_of(decoder) for decoder in (Generate(target), Autoregressive(target), *engines)]
+
+    generated, *ours = texts()
+    assert ours == [generated] * 4
+    without()
+    assert texts() == [generated] * 5
+
+
+def test_a_torch_that_cannot_is_said_once_and_multiplies_by_the_weight(monkeypatch, caplog):
+    def missing(weight, rows):
+        raise RuntimeError("mkldnn_reorder_linear_weight: needs the cpu support\nand a trace")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing)
+    prepack.can_prepack.cache_clear()
+    weight, x = torch.randn(3, 5), torch.randn(2, 5)
+    with caplog.at_level(logging.INFO, logger="poss_lightning"):
+        products = [prepack.product_with(weight)(x) for _ in range(2)]
+    prepack.can_prepack.cache_clear()
+    assert all(product.equal(linear(x, weight)) for product in products)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line == "weights in torch.float32 are not prepacked: mkldnn_reorder_linear_weight: needs the cpu support"
+
+
+def test_weights_elsewhere_are_multiplied_as_they_are():
+    assert not isinstance(prepack.product_with(torch.zeros(8, 32, device="meta")), prepack.Prepacked)
