@@ -130,7 +130,7 @@ def layers(pick: Callable[[tuple[int, ...], int], Any]) -> Change:
         picked = tuple(pick(reading.sources, feature))
         if len(picked) != len(reading.sources) or {*picked} - {*range(1, feature + 1)}:
             raise ValueError("there is no such layer")
-        named = reading.config.reads_inner_layers and max(picked) < feature - 1
+        named = reading.config.aux_layers and max(picked) < feature - 1
         return edit(sources=picked, **({"inner_layers": picked} if named else {}))(reading)
 
     return change

@@ -16,9 +16,9 @@ class HubSuite:
     revision: str | None = None  # a commit; None for the newest
     config: str | None = None  # of the data set; None for its default
     split: str | None = None  # None for `test`, else `validation`, else the only one
-    file: str | None = None  # of the data set, where its files are different suites
     questions: int | None = 80  # asked where the user sets no limit; None for all
     make_record: Callable[[dict], dict | None] = lambda row: row  # in a form of `forms.py`; None for no question
+    file: str | None = None  # of the data set, where its files are different suites
 
 
 def _record(question: str, category: str = "", question_id: str | None = None) -> dict:
