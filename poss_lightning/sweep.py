@@ -294,7 +294,7 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
         try:
             if names := cell.changed():
                 changed[cell.folder] = names
-            elif cell in share and not cell.is_done:
+            elif not changed and cell in share and not cell.is_done:
                 cell.check(coming)
         except Exception as error:
             if not is_user_error(error):

@@ -3,7 +3,7 @@
 OUT/                 the folder of a benchmark
   run.json           settings, drafts, machine and versions; written first
   unfinished/        only while it is running: one part per question, with its records; see `work.py`
-  records.jsonl      every answer; written last
+  rounds.parquet     every answer, and answers.parquet with their tokens; written last
 """
 
 import hashlib

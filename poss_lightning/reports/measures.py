@@ -6,7 +6,7 @@ prompt alone it says whether that prompt has what it measures (nan where not).
 
 from collections.abc import Callable
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -117,10 +117,11 @@ def sum_by_prompt(answers: pd.DataFrame, depth: int, plain: pd.DataFrame | None 
     return Sums.by_prompt(reach, *_totals(answers), [*_totals(plain), same])
 
 
-def _totals(answers: pd.DataFrame) -> list[Floats]:
+def _totals(answers: pd.DataFrame) -> tuple[Floats, Floats]:
     """New tokens and seconds by prompt."""
-    return [_by_prompt(answers[name]).sum(min_count=1).to_numpy(float) for name in ("new_tokens", "seconds")]
+    tokens, seconds = (_by_prompt(answers[name]).sum(min_count=1) for name in ("new_tokens", "seconds"))
+    return tokens.to_numpy(float), seconds.to_numpy(float)
 
 
-def _by_prompt(column: pd.Series):
+def _by_prompt(column: pd.Series) -> Any:
     return column.groupby(level=["suite", "id"], sort=False)

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.sweep import PlannedCell, Sweep
+from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import layer_windows
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters
 from poss_lightning.training.plan import TARGETS, token_bytes
@@ -37,7 +37,7 @@ EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": 
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
 
 
-def experiment(name: str) -> dict[str, PlannedCell]:
+def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
     own = Sweep.load(ROOT / f"conf/reproduce/{name}.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}

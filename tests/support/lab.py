@@ -1,6 +1,7 @@
 """A made-up sweep for the report: records and event files of two choices, in folders choice=NAME/seed=N."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
@@ -24,7 +25,7 @@ def write_lab(folder: Path) -> None:
             write_events(cell, seed, gain=0.1 * CHOICES.index(choice))
 
 
-def write_run(folder: Path, rows: list[Row], facts: dict) -> None:
+def write_run(folder: Path, rows: Sequence[Row], facts: dict) -> None:
     """`rounds.parquet`, `answers.parquet` and `run.json`."""
     write_rounds(folder, rows)
     (folder / "run.json").write_text(json.dumps(facts))

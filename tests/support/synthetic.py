@@ -57,7 +57,7 @@ def frame(rows: list[dict], choice: str | None = None, seed: int | None = None) 
         return read_rounds(folder)
 
 
-def rows_of(rows: list[dict], **options):
+def rows_of(rows, **options):
     found = summarise(by_method(frame(rows)), **({"baseline": "plain"} | options))
     return {row.method: row for row in found if row.suite == ALL}
 
