@@ -8,7 +8,8 @@ import math
 import numpy as np
 from scipy import stats
 
-from poss_lightning.reports.statistics import Sums, crossed_error, interval, mean_over, measures
+from poss_lightning.reports.measures import SPEED, TAU_MACRO, TAU_MICRO, Sums, position
+from poss_lightning.reports.statistics import crossed_error, interval, mean_over
 from tests.support.synthetic import draw_reach, true_reach
 
 METHODS = ("eagle", "poss-1")
@@ -35,15 +36,16 @@ def over_prompts(prompts: int, reached: int | None = None) -> dict[str, float]:
             rounds = draw_reach(draw, method, ease + draw.normal(0, OWN, prompts))
             seconds = rounds[:, 0] * draw.normal(1, 0.1, prompts)  # a second per round, and 0.1 of each is chance
             rounds[prompts if reached is None else reached :] = 0
-            both.append(measures(Sums(rounds, rounds.sum(1), seconds), range(prompts)))
-        a, b = both
-        faster = mean_over([b["tokens_per_second"]], [a["tokens_per_second"]], logs=True)
+            both.append(Sums.by_prompt(rounds, rounds.sum(1), seconds))
+        speed, macro, micro, fourth = (
+            [measure.jackknife(sums) for sums in both] for measure in (SPEED, TAU_MACRO, TAU_MICRO, position(4))
+        )
         found = {
-            "τ macro": interval(mean_over([a["tau_macro"]])),
-            "τ micro": interval(mean_over([a["tau_micro"]])),
-            "τ macro, b − a": interval(mean_over([b["tau_macro"]], [a["tau_macro"]])),
-            "speed, b / a": interval(faster, logs=True),
-            "pos-acc 4": interval(mean_over([a["pos_acc_4"]])),
+            "τ macro": interval(mean_over(macro[:1])),
+            "τ micro": interval(mean_over(micro[:1])),
+            "τ macro, b − a": interval(mean_over(macro[1:], macro[:1])),
+            "speed, b / a": interval(mean_over(speed[1:], speed[:1], logs=True), logs=True),
+            "pos-acc 4": interval(mean_over(fourth[:1])),
         }
         hits.append([found[name].low <= true <= found[name].high for name, true in truth.items()])
     return dict(zip(truth, np.mean(hits, 0).tolist(), strict=True))

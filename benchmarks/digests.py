@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from poss_lightning.demo import CORPUS
 from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.evaluation.records import EARLIER, Record, read_records
 from poss_lightning.evaluation.replay import replay
+from poss_lightning.evaluation.rounds import ANSWER_KEY, PLAIN, read_answers, read_rounds
 from poss_lightning.extract import extract
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.training.fit import fit_once
@@ -44,11 +44,13 @@ def digest(parts: Iterable[bytes]) -> str:
     return found.hexdigest()[:16]
 
 
-def of_records(records: Iterable[Record]) -> str:
+def of_rounds(folder: str) -> str:
     """Digest of tokens and accepted lengths in any order of methods; plain decoding has its earlier name."""
-    names = {now: earlier for earlier, now in EARLIER.items()}
+    rounds = read_rounds(folder)
+    rows = rounds.join(read_answers(rounds), on=ANSWER_KEY).replace({"method": {PLAIN: "autoregressive"}})
     facts = sorted(
-        [r.suite, str(r.id), r.turn, names.get(r.method, r.method), r.repeat, r.tokens, r.accepted] for r in records
+        [r.suite, r.id, r.turn, r.method, r.repeat, r.tokens[: r.new_tokens].tolist(), r.accepted.tolist()]
+        for r in rows.itertuples()
     )
     return digest([json.dumps(facts).encode()])
 
@@ -71,9 +73,9 @@ def main() -> None:
         found = {
             "features": features,
             "weights": digest(weights[name].numpy().tobytes() for name in sorted(weights)),
-            "greedy": of_records(read_records(f"{out}/greedy")),
-            "drawn": of_records(read_records(f"{out}/drawn")),
-            "replay": of_records(read_records(f"{out}/replay")),
+            "greedy": of_rounds(f"{out}/greedy"),
+            "drawn": of_rounds(f"{out}/drawn"),
+            "replay": of_rounds(f"{out}/replay"),
         }
     print("\n".join(f"{name:<10}{value}" for name, value in found.items()))
 

@@ -185,7 +185,7 @@ def data_path() -> Figure:
         "fit": (4.75, 2.2, "unroll", "K passes, losses,\ndrift by depth"),
         "draft": (6.95, 2.2, "draft folder", "config.json,\nsafetensors"),
         "logs": (4.75, 0.35, "TensorBoard", "scalars, drift,\nacceptance"),
-        "records": (6.95, 0.35, "records", "one row per prompt\nand repeat"),
+        "rounds": (6.95, 0.35, "rounds", "one row per prompt\nand repeat"),
         "report": (9.0, 0.35, "tables, report", "intervals, curves,\nrounds"),
     }
     for x, y, name, about in boxes.values():

@@ -25,12 +25,13 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 if TYPE_CHECKING:
     from poss_lightning.decoding.api import load
     from poss_lightning.draft.specialists import Specialists
+    from poss_lightning.evaluation.rounds import read_rounds
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.features.store import FeatureStore
     from poss_lightning.training.module import SpecialistTraining
 
 __version__ = "0.1.0"
-__all__ = ["FeatureData", "FeatureStore", "SpecialistTraining", "Specialists", "load"]
+__all__ = ["FeatureData", "FeatureStore", "SpecialistTraining", "Specialists", "load", "read_rounds"]
 
 _PLACES = {
     "FeatureData": "features.datamodule",
@@ -38,6 +39,7 @@ _PLACES = {
     "SpecialistTraining": "training.module",
     "Specialists": "draft.specialists",
     "load": "decoding.api",
+    "read_rounds": "evaluation.rounds",
 }
 
 

@@ -16,7 +16,7 @@ import torch
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.evaluation.records import PLAIN, read_records
+from poss_lightning.evaluation.rounds import PLAIN, read_rounds
 from poss_lightning.extract import extract
 from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
@@ -24,7 +24,7 @@ from poss_lightning.ranges import Amount, check_numbers
 from poss_lightning.reports.compare import WIDTH, show
 from poss_lightning.reports.findings import Findings, find
 from poss_lightning.reports.page import write_page
-from poss_lightning.reports.summary import group
+from poss_lightning.reports.summary import split_methods
 from poss_lightning.reports.tables import overview, verdict
 from poss_lightning.target.model import Target, causal_ancestors
 from poss_lightning.training.fit import fit_once
@@ -231,11 +231,10 @@ def _fit(folder: Path, name: str, *, store: str, start: str, steps: int, dtype: 
 
 def _exactness(folder: Path) -> str:
     """How many float32 answers equal plain decoding's, token for token."""
-    methods = group(read_records(folder))
+    methods = split_methods(read_rounds(folder))
     plain = methods.pop(PLAIN)
-    pairs = [(answers[key].tokens, plain[key].tokens) for answers in methods.values() for key in plain]
-    equal = sum(answer == exact for answer, exact in pairs)
-    return f"Output check (float32): {equal} of {len(pairs)} answers equal plain decoding's."
+    equal = [same for answers in methods.values() for same in answers["answer"] == plain["answer"]]
+    return f"Output check (float32): {sum(equal)} of {len(equal)} answers equal plain decoding's."
 
 
 def _say(stage: int, what: str) -> None:

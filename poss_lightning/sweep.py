@@ -1,18 +1,21 @@
 """`poss sweep`: an experiment as a folder. Choices × seeds are trained and measured, and one table sums them up.
 
 NAME/
-  sweep.yaml                         what all trainings have in common, the choices, the seeds, what is measured
-  cells.jsonl, records.parquet       the finished trainings (`evaluation/cells.py`)
-  cells/CHOICE/seed-N/               a training: fit.yaml, cell.json (settings, inputs, processes), the draft, the
-                                     TensorBoard file, its records and run.json
+  sweep.yaml               what all trainings have in common, the choices, the seeds, what is measured
+  answers.parquet          the answers on which they were measured
+  choice=CHOICE/seed=N/    a cell, one training of one choice: its draft, its TensorBoard file, and
+
+    cell.json              what it was begun with: settings, and digests of its inputs; with others it does not resume
+    rounds.parquet         what it accepts (`evaluation/rounds.py`)
+    run.json               how it was measured; once it also has `cell` and `scalars`, the cell is done
 """
 
+import json
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, cached_property
 from itertools import product
 from math import gcd
 from pathlib import Path
@@ -22,19 +25,139 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
-from poss_lightning.configs import read_config
-from poss_lightning.evaluation.cell import PlannedCell
-from poss_lightning.evaluation.cells import FOLDERS, pack, packed_cells
-from poss_lightning.evaluation.records import check_method_names, read_records, read_runs
-from poss_lightning.files import find_config
+from poss_lightning.configs import check_options, read_config
+from poss_lightning.decoding.budget import Fixed
+from poss_lightning.decoding.drafting import check_tree
+from poss_lightning.draft.config import DraftConfig
+from poss_lightning.draft.folder import local_folder
+from poss_lightning.evaluation import benchmark, replay
+from poss_lightning.evaluation.provenance import describe_inputs, origin, write_run
+from poss_lightning.evaluation.rounds import CELL, RUN, UNFINISHED, check_method_names, move_answers
+from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
+from poss_lightning.machine import choose_device
 from poss_lightning.ranges import Seed, describe_refusal
 from poss_lightning.reports.compare import print_findings
 from poss_lightning.reports.findings import find
-from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.reports.scalars import last_values, read_scalars
 from poss_lightning.terminal import is_user_error
-from poss_lightning.work import Work, flat
+from poss_lightning.training.command import BASE
+from poss_lightning.training.fit import OPTIONS, build, compose, fit_once
+from poss_lightning.training.run_folder import FINISHED
+from poss_lightning.work import Work, differences, flat
 
 SETTINGS = "sweep.yaml"
+MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of one choice, as sweep.yaml asks for it."""
+
+    choice: str
+    seed: int
+    folder: Path
+    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in order
+    measure: str  # "replay" or "benchmark"
+    options: dict  # of that command
+
+    @property
+    def name(self) -> str:
+        return f"{self.choice}, seed {self.seed}"
+
+    @property
+    def is_done(self) -> bool:
+        file = self.folder / RUN
+        return file.is_file() and "cell" in read_json(file)
+
+    @cached_property
+    def training(self) -> dict[str, Any]:
+        """All options of the training."""
+        return compose(*self.layers)
+
+    def settings(self) -> dict[str, Any]:
+        """What sweep.yaml asks for, by dotted names: options of training and measure, and digests of configs."""
+        fit: dict[str, Any] = {}
+        for options in (flat(layer) for layer in self.layers if isinstance(layer, dict)):
+            lists = {name: fit.get(name, []) + value for name, value in options.items() if name.endswith("+")}
+            fit |= options | lists
+        configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
+        settings = {"configs": configs, "fit": fit, self.measure: flat(self.options)}
+        return json.loads(without_secrets(json.dumps(settings)))
+
+    def begun(self) -> dict[str, Any]:
+        """What it was begun with; settings of today, and nothing else, where it is new."""
+        if self.is_done:
+            return read_json(self.folder / RUN)["cell"]
+        note = self.folder / CELL
+        return read_json(note) if note.is_file() else {"settings": self.settings(), "inputs": {}, "processes": []}
+
+    def changed(self) -> list[str]:
+        """The settings that it was begun with and that differ now, as `differences` names them."""
+        return differences(self.begun()["settings"], self.settings())
+
+    def train(self) -> None:
+        """Train and measure, or resume; ValueError if it was begun with other inputs."""
+        start = self.training["model"]["start_from"]
+        inputs = describe_inputs(self.training, start and self._start(start), self.options)
+        inputs, begun = {BASE: sha256(conf(BASE))} | inputs, self.begun()
+        if other := [name for name, digest in inputs.items() if begun["inputs"].get(name, digest) != digest]:
+            raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
+        processes = [*begun["processes"], origin()]
+        facts = {"settings": self.settings(), "inputs": begun["inputs"] | inputs, "processes": processes}
+        with atomic(self.folder / CELL) as path:
+            path.write_text(json.dumps(facts, indent=1) + "\n")
+        draft = fit_once(self.folder, *self.layers)
+        MEASURES[self.measure](**self._measure_options(draft))
+        scalars = read_scalars(self.folder).get(str(self.folder), {})  # a short training logs none
+        write_run(self.folder, read_json(self.folder / RUN) | {"cell": facts, "scalars": last_values(scalars)})
+
+    def check(self, coming: set[Path]) -> None:
+        """Raise what training or measuring would: unknown options, sizes that do not fit, what this machine lacks.
+
+        It may start from trainings in the folders `coming`, though they are not finished.
+        """
+        draft = None if (self.folder / FINISHED).exists() else self._build(coming)
+        options = self._measure_options(self.folder / "draft-last")
+        choose_device(options["device"])
+        if draft:
+            depth = sum(draft.allocation) if options["depth"] is None else options["depth"]
+            draft.check_depth(depth)
+            check_tree(depth, options["tree_width"])
+            Fixed(depth, options["nodes"])
+        if self.measure == "replay":
+            replay.check_store(options["store"], draft)
+        else:
+            benchmark.check_options_fit(options)
+            _read_suites_once(json.dumps(options["suites"]), options["limit"])
+
+    def _measure_options(self, draft: Path) -> dict:
+        """Arguments of the function that measures it."""
+        options = {**self.options, "out": str(self.folder), "drafts": {self.choice: str(draft)}}
+        return check_options(MEASURES[self.measure], options)
+
+    def _build(self, coming: set[Path]) -> DraftConfig | None:
+        """The draft that it would train; of a start that is not trained yet, without it."""
+        start = self.training["model"]["start_from"]
+        if start and local_folder(start).parent.resolve() in coming:
+            return build(*self.layers, {"model": {"start_from": None}})
+        if start:
+            self._start(start)
+        return build(*self.layers)
+
+    def _start(self, draft: str) -> Path:
+        """The folder of the draft it starts from; ValueError for an unfinished one, as it may still change."""
+        folder = local_folder(draft)
+        training = folder.parent
+        if (training / OPTIONS).is_file() and not (training / FINISHED).exists():
+            raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
+        return folder
+
+
+@cache
+def _read_suites_once(suites: str, limit: int | None) -> None:
+    """Read the suites for the first of all trainings that ask the same questions: the hub may have to send them."""
+    read_suites(json.loads(suites), limit)
 
 
 @dataclass(frozen=True)
@@ -61,12 +184,7 @@ class Sweep:
 
     @classmethod
     def load(cls, file: Path) -> "Sweep":
-        """The sweep in a YAML file.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: it is not a sweep; the message names file and field.
-        """
+        """Read a YAML file; FileNotFoundError or ValueError names file and field."""
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; an experiment is a folder with a {SETTINGS}")
         try:
@@ -101,9 +219,8 @@ class Sweep:
         if self.reference is not None and self.reference not in self.choices:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
-    def cells(self, experiment: Path) -> list[PlannedCell]:
+    def cells(self, experiment: Path) -> list[Cell]:
         """Every choice of the first seed, then of the second, and so on."""
-        packed = {cell.key: cell for cell in packed_cells(experiment)}
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
         for seed, choice in product(map(int, self.seeds), self.choices):
@@ -111,23 +228,13 @@ class Sweep:
             common, special, options = (_with_seed(each or {}, seed) for each in given)
             configs = [*common.pop("config", []), *special.pop("config", [])]
             layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
-            folder = experiment / FOLDERS / choice / f"seed-{seed}"
-            cells.append(PlannedCell(choice, seed, folder, layers, measure, options, packed.get((choice, seed))))
+            cells.append(Cell(choice, seed, experiment / f"choice={choice}" / f"seed={seed}", layers, measure, options))
         return cells
 
 
-def _with_seed(options: Any, seed: int) -> Any:
+def _with_seed(options: dict[str, Any], seed: int) -> dict[str, Any]:
     """Options with the seed in place of `${seed}`: a number, or digits within a text."""
-    match options:
-        case dict():
-            return {name: _with_seed(value, seed) for name, value in options.items()}
-        case list():
-            return [_with_seed(value, seed) for value in options]
-        case "${seed}":
-            return seed
-        case str():
-            return options.replace("${seed}", str(seed))
-    return options
+    return json.loads(json.dumps(options).replace('"${seed}"', str(seed)).replace("${seed}", str(seed)))
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:
@@ -158,7 +265,6 @@ def sweep(folder: str, shard: str = "1/1") -> None:
                 traceback.print_exc()
             print(f"FAILED {cell.name}: {' '.join(str(error).split())}", flush=True)
             failed.append(cell.name)
-    cells = experiment.cells(Path(folder))
     done = [cell for cell in cells if cell.is_done]
     print(f"\n{folder}: {len(done)} of {len(cells)} trainings are done")
     if done:
@@ -168,50 +274,41 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
-def _train(cell: PlannedCell, experiment: Path) -> bool:
-    """Train, measure and pack a cell; or return False if another process does so or has just done it."""
-    work = Work(experiment / FOLDERS)
-    with work.part(f"{cell.choice}/seed-{cell.seed}/training") as acquired:
+def _train(cell: Cell, experiment: Path) -> bool:
+    """Train and measure a cell, or return False if another process does so or has just done it."""
+    with Work(cell.folder / "training").part("cell") as acquired:
         if not acquired:
             print("another process is training it")
+        if not acquired or cell.is_done:
             return False
-        if cell.key in {packed.key for packed in packed_cells(experiment)}:
-            return False
-        cell.claim()
-        cell.run()
-        scalars = read_scalars(cell.folder).get(str(cell.folder), {})  # a short training logs none
-        last = {tag: series[-1] for tag, series in sorted(scalars.items())}
-        (run,) = read_runs(cell.folder).values()
-        rows = [asdict(record) for record in read_records(cell.folder)]
-        with work.exclusive():
-            pack(experiment, cell.choice, cell.seed, cell.note() | {"run": run, "scalars": last}, rows)
+        cell.train()
+        with Work(experiment / UNFINISHED).exclusive():
+            move_answers(cell.folder, experiment)
     return True
 
 
-def _check(folder: Path, cells: list[PlannedCell], share: list[PlannedCell]) -> None:
+def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
     """Raise ValueError for trainings made with different settings, or one of this share that would fail; name it."""
-
-    def named(cell: PlannedCell, check: Callable[[], Any]) -> Any:
+    changed, coming = {}, {cell.folder.resolve() for cell in cells if not cell.is_done}
+    for cell in tqdm(cells, desc="check", delay=5, leave=False):
         try:
-            return check()
+            if names := cell.changed():
+                changed[cell.folder] = names
+            elif not changed and cell in share and not cell.is_done:
+                cell.check(coming)
         except Exception as error:
             if not is_user_error(error):
                 raise
             raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
-
-    changed = {cell.folder: names for cell in cells if (names := named(cell, cell.changed))}
     if changed:
         first, names = next(iter(changed.items()))
         raise ValueError(
-            f"{first} was made with other settings ({', '.join(names)}), as {len(changed)} of {len(cells)} were: "
+            f"{first} was made with other settings ({'; '.join(names)}), as {len(changed)} of {len(cells)} were: "
             f"rename the experiment or the choice, or remove them; to copy an experiment, copy its {SETTINGS} alone"
         )
-    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
-    for cell in tqdm([cell for cell in share if not cell.is_done], desc="check", delay=5, leave=False):
-        named(cell, partial(cell.check, coming))
 
 
-def _share(cells: list[PlannedCell], shard: str) -> list[PlannedCell]:
+def _share(cells: list[Cell], shard: str) -> list[Cell]:
     try:
         place, shares = map(int, shard.split("/"))
     except ValueError:

@@ -14,7 +14,7 @@ import yaml
 
 from poss_lightning import __version__, cli
 from poss_lightning.evaluation.hub import SIX
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.help import SHORT_HELP
 from poss_lightning.training.module import SpecialistTraining
@@ -58,7 +58,7 @@ def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path)
     listed = ("--suites", f"[{inputs / 'suite.jsonl'}]", "--drafts", '{"1": "on", "b": "1", "7": "on"}')
     for same in (("--config", "a.yaml", "--drafts.7", "on"), listed):  # so the second resumes what the first wrote
         assert poss("benchmark", "2", *few, *same).code is None
-    assert {record.method for record in read_records("2")} == {"plain", "generate", "1", "b", "7"}
+    assert {*read_rounds("2")["method"]} == {"plain", "generate", "1", "b", "7"}
 
 
 def test_an_unknown_command_gets_a_list_of_all(poss):

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from poss_lightning.demo import LADDER, SPARE, Sizes, _fit, demo, plan_sizes
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
 from tests.support.tiny import tiny_draft, write_target
@@ -22,8 +22,7 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     demo(str(folder), str(target), **drafts)
     assert (folder / "report.html").is_file()
     trained = {f"your {name}, 2 steps from it" for name in ("HASS", "PosS-2")}
-    methods = {record.method for record in read_records(folder / "benchmark")}
-    assert methods == {"plain", "lookup", "one layer (single)", *trained}
+    assert {*read_rounds(folder / "benchmark")["method"]} == {"plain", "lookup", "one layer (single)", *trained}
     end = capsys.readouterr().out.partition("\nDone in ")[2]
     assert end.count("\n") <= 20 and max(map(len, end.splitlines()[:10])) <= 80  # a screen
     assert re.search(r"Output check \(float32\): \d+ of \d+ answers equal plain decoding's\.", end)

@@ -16,17 +16,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from poss_lightning.draft.folder import SHIPPED
+from poss_lightning import sweep as module
+from poss_lightning.draft.folder import SHIPPED, local_folder
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation import cell as module
-from poss_lightning.evaluation.cell import PlannedCell
-from poss_lightning.evaluation.cells import packed_cells
-from poss_lightning.evaluation.provenance import COMMIT
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.provenance import COMMIT, describe_inputs
 from poss_lightning.evaluation.replay import replay
+from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.writing import write_store
-from poss_lightning.files import sha256
-from poss_lightning.sweep import Sweep, _share, sweep
+from poss_lightning.files import read_json, sha256
+from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.sweep import Cell, Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
 from tests.support import writers
@@ -67,13 +66,13 @@ def experiment(tmp_path, stores):
 
 
 class Commands(list):
-    """The commands that ran, such as "fit one/seed-0"; what `failing` names raises its error instead, once."""
+    """The commands that ran, such as "fit one/seed=0"; what `failing` names raises its error instead, once."""
 
     def __init__(self):
         self.failing: dict[str, BaseException] = {}
 
     def record(self, command: str, folder: str | Path) -> None:
-        name = f"{command} {'/'.join(Path(folder).parts[-2:])}"
+        name = f"{command} {'/'.join(Path(folder).parts[-2:])}".replace("choice=", "")
         if name in self.failing:
             raise self.failing.pop(name)
         self.append(name)
@@ -103,17 +102,22 @@ def commands(monkeypatch) -> Commands:
 
 
 def facts_of(experiment: Path, choice: str) -> dict:
-    (cell,) = packed_cells(experiment / "cells" / choice)
-    return cell.facts
+    """Those of the finished cell: what it was begun with, and its scalars."""
+    return read_json(experiment / f"choice={choice}" / "seed=0" / "run.json")
 
 
 def unpack(experiment: Path, choice: str) -> None:
     """Leave a cell as if its process had been killed before it noted that the cell is done."""
-    lines = (experiment / "cells.jsonl").read_text().splitlines(keepends=True)
-    (experiment / "cells.jsonl").write_text("".join(line for line in lines if json.loads(line)["choice"] != choice))
+    run = facts_of(experiment, choice)
+    del run["cell"]
+    (experiment / f"choice={choice}" / "seed=0" / "run.json").write_text(json.dumps(run))
 
 
-def cells_of(folder: str) -> list[PlannedCell]:
+def inputs_of(cell: Cell) -> dict[str, str]:
+    return describe_inputs(cell.training, local_folder("embedded-hass"), cell.options)
+
+
+def cells_of(folder: str) -> list[Cell]:
     return Sweep.load(Path(folder, "sweep.yaml")).cells(Path(folder))
 
 
@@ -126,29 +130,33 @@ def test_every_choice_with_every_seed_is_trained_and_measured(experiment, tmp_pa
     sweep(folder)
     weights = []
     for seed in (3, 4):
-        draft = Specialists.from_pretrained(tmp_path / f"cells/one/seed-{seed}/draft-last")
+        draft = Specialists.from_pretrained(tmp_path / f"choice=one/seed={seed}/draft-last")
         weights.append(draft.state_dict()["fc.weight"])
         assert draft.config.allocation == (2,) and draft.config.vocabulary_size == 50
-        (cell,) = packed_cells(tmp_path / f"cells/one/seed-{seed}")
-        settings = cell.facts["settings"]["fit"]
-        assert settings["data"]["seed"] == settings["seed_everything"] == seed
-        assert cell.last_scalars()["val/loss"][0][1] > 0
-        assert not (tmp_path / f"cells/one/seed-{seed}/checkpoints").exists()
+        run = read_json(tmp_path / f"choice=one/seed={seed}/run.json")
+        settings = run["cell"]["settings"]["fit"]
+        assert settings["data.seed"] == settings["seed_everything"] == seed
+        assert run["scalars"]["val/loss"] > 0
+        assert not (tmp_path / f"choice=one/seed={seed}/checkpoints").exists()
     assert not weights[0].equal(weights[1])
     first = capsys.readouterr().out
     assert "2 of 2 trainings are done" in first
-    shutil.rmtree(tmp_path / "cells")  # as in a fresh clone
+    kept = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.name in ("rounds.parquet", "run.json")}
+    shutil.rmtree(tmp_path / "choice=one")  # as in a fresh clone
+    for file, content in kept.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
     sweep(folder)  # everything is done: only the table is made again
-    assert first.endswith(capsys.readouterr().out) and not (tmp_path / "cells" / "one").exists()
+    assert first.endswith(capsys.readouterr().out) and len([*tmp_path.rglob("choice=one/*/*")]) == 4
+    assert len([*read_scalars(tmp_path).values()]) == 2
 
 
 @pytest.mark.nightly
 def test_a_benchmark_measures_too(experiment, tmp_path, inputs, commands):
     options = {"target": str(inputs / "target"), "dtype": "float32", "suites": [str(inputs / "suite.jsonl")]}
     sweep(experiment(replay=None, benchmark=options | {"seed": "${seed}"}, seeds=[7], choices=ONE))
-    records = read_records(tmp_path / "cells/one/seed-7")
-    assert {record.method for record in records} == {"plain", "generate", "one"}
-    assert {record.seed for record in records} == {7}
+    assert {*read_rounds(tmp_path)["method"]} == {"plain", "generate", "one"}
+    assert read_json(tmp_path / "choice=one/seed=7/run.json")["config"]["seed"] == 7
 
 
 def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment):
@@ -164,7 +172,7 @@ def test_the_seed_may_stand_anywhere_and_that_of_the_data_be_fixed(experiment):
 def test_shards_share_the_trainings_out(experiment):
     cells = cells_of(experiment(seeds=[0, 1, 2]))
     shares = [_share(cells, f"{i}/4") for i in range(1, 5)]
-    assert sorted(cell.key for share in shares for cell in share) == sorted(cell.key for cell in cells)
+    assert sorted(cell.name for share in shares for cell in share) == sorted(cell.name for cell in cells)
     assert all({cell.choice for cell in _share(cells, f"{i}/{n}")} == {"one", "two"} for n in (2, 3) for i in (1, n))
     for wrong in ("0/2", "3/2", "half", "1/0"):
         with pytest.raises(ValueError, match="it must be i/n"):
@@ -173,18 +181,18 @@ def test_shards_share_the_trainings_out(experiment):
 
 def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monkeypatch):
     folder = experiment()
-    commands.failing["replay two/seed-0"] = KeyboardInterrupt()
+    commands.failing["replay two/seed=0"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         sweep(folder)
-    assert commands == ["fit one/seed-0", "replay one/seed-0", "fit two/seed-0"]
+    assert commands == ["fit one/seed=0", "replay one/seed=0", "fit two/seed=0"]
     monkeypatch.chdir(tmp_path)
     sweep(".")
-    assert commands[3:] == ["replay two/seed-0"]  # of the second training, only the measure was left
+    assert commands[3:] == ["replay two/seed=0"]  # of the second training, only the measure was left
     assert facts_of(tmp_path, "two")["scalars"] == {}
 
 
 def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, capsys, commands):
-    commands.failing["fit one/seed-0"] = RuntimeError("out of\nmemory")
+    commands.failing["fit one/seed=0"] = RuntimeError("out of\nmemory")
     with pytest.raises(ValueError, match=r"^1 of 2 trainings failed: one, seed 0$"):
         sweep(experiment())
     assert facts_of(tmp_path, "two")
@@ -195,10 +203,9 @@ def test_after_one_failure_the_others_are_still_trained(experiment, tmp_path, ca
 def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys, commands):
     """Overlapping shares, or a job that was queued again, must not write into one folder."""
     folder = experiment()
-    (tmp_path / "cells/one/seed-0").mkdir(parents=True)
-    with Work(tmp_path / "cells").part("one/seed-0/training"):
+    with Work(tmp_path / "choice=one/seed=0/training").part("cell"):
         sweep(folder)
-    assert not (tmp_path / "cells/one/seed-0/cell.json").exists()
+    assert not (tmp_path / "choice=one/seed=0/cell.json").exists()
     out = capsys.readouterr().out
     assert "another process is training it" in out and "1 of 2 trainings are done" in out
 
@@ -209,38 +216,33 @@ def test_what_another_process_trains_is_left_to_it(experiment, tmp_path, capsys,
 def test_a_training_of_different_settings_is_refused(experiment, tmp_path, commands):
     sweep(experiment())
     other = {"choices": {"one": {"model": {"allocation": [1]}}}, "reference": None}
-    with pytest.raises(ValueError, match=r"one/seed-0 was made with other settings \(fit.model.allocation\)"):
+    with pytest.raises(
+        ValueError, match=r"one/seed=0 was made with other settings \(fit.model.allocation \[2\], now \[1\]\)"
+    ):
         sweep(experiment(**other))
-    words = r"one/seed-0 was .*\(replay.nodes, replay.store\), as 2 of 4 were: .*copy its sweep.yaml alone"
+    words = (
+        r"one/seed=0 was .*replay.store '.*', now 'nowhere'; replay.nodes 20, now None\), as 2 of 4 were: .*copy its "
+    )
     with pytest.raises(ValueError, match=words):
         sweep(experiment(seeds=[0, 1], replay={"store": "nowhere"}))
 
 
-def test_settings_are_those_of_the_training(experiment):
-    """Loss terms that a choice replaces are not among its settings."""
-    common = {"model": {"allocation": [1], "loss": {"token": 1, "topk": 1}}, "trainer.max_steps": 3}
-    folder = experiment(fit=common, choices={"one": {"model": {"loss": {"feature": 2}}}, "two": None})
-    fits = [cell.settings()["fit"] for cell in cells_of(folder)]
-    assert [fit["model"]["loss"] for fit in fits] == [{"feature": 2}, {"token": 1, "topk": 1}]
-    assert all(fit["trainer"] == {"max_steps": 3} and fit["seed_everything"] == 0 for fit in fits)
+def test_settings_are_what_the_sweep_says_however_it_is_nested(experiment):
+    common = {"model": {"allocation": [1]}, "trainer.max_steps": 3}
+    folder = experiment(fit=common, choices={"one": {"trainer": {"max_steps": 4}}, "two": None})
+    assert [cell.settings()["fit"] for cell in cells_of(folder)] == [
+        {"seed_everything": 0, "data.seed": 0, "model.allocation": [1], "trainer.max_steps": steps} for steps in (4, 3)
+    ]
 
 
-def test_settings_may_differ_until_they_have_a_result(experiment, tmp_path, stores, commands):
-    """Those of the training until it has written something, those of the measure until it has records."""
-    cell, copy = tmp_path / "cells/one/seed-0", str(shutil.copytree(stores / "dev", tmp_path / "dev"))
-    given = {"choices": {"one": {"model": {"allocation": [1]}}}}
-    for command, begun in (("fit", {"choices": ONE}), ("replay", given | {"replay": {"store": copy}})):
-        commands.failing[f"{command} one/seed-0"] = ValueError("no step")
-        with pytest.raises(ValueError, match="1 of 1 trainings failed"):
-            sweep(experiment(**begun))
-    assert Specialists.from_pretrained(cell / "draft-last").config.allocation == (1,)
-    (cell / "run.json").write_text(json.dumps({"config": {"store": "dev"}, "methods": {}}))  # killed before its records
-    (manifest := tmp_path / "dev/manifest.json").write_text(manifest.read_text() + " ")  # extracted anew
-    sweep(experiment(**given, replay={"store": copy, "nodes": 9}))
-    assert len(commands) == 2 and facts_of(tmp_path, "one")["run"]["methods"]["one"]["nodes"] == 9
-    unpack(tmp_path, "one")
-    with pytest.raises(ValueError, match=r"made with other settings \(replay.nodes\)"):
-        sweep(experiment(**given, replay={"store": copy, "nodes": 10}))
+def test_a_cell_resumes_with_the_settings_that_it_was_begun_with_and_no_others(experiment, stores, commands):
+    commands.failing["fit one/seed=0"] = ValueError("no step")
+    with pytest.raises(ValueError, match="1 of 1 trainings failed"):
+        sweep(experiment(choices=ONE))
+    with pytest.raises(ValueError, match=r"one/seed=0 was made with other settings \(replay.nodes 20, now 21\)"):
+        sweep(experiment(choices=ONE, replay={"store": str(stores / "dev"), "nodes": 21}))
+    sweep(experiment(choices=ONE))
+    assert commands == ["fit one/seed=0", "replay one/seed=0"]
 
 
 def test_a_finished_training_needs_no_store(experiment, tmp_path, stores, commands):
@@ -251,36 +253,36 @@ def test_a_finished_training_needs_no_store(experiment, tmp_path, stores, comman
     shutil.rmtree(copy / "all")
     (copy / "dev").rename(copy / "away")
     sweep(folder)
-    assert commands == ["fit one/seed-0", "replay one/seed-0"]
+    assert commands == ["fit one/seed=0", "replay one/seed=0"]
     (copy / "away").rename(copy / "dev")
     unpack(tmp_path, "one")
     sweep(folder)
-    assert commands[2:] == ["replay one/seed-0"]
+    assert commands[2:] == ["replay one/seed=0"]
 
 
 def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, stores, capsys, commands):
     sweep(experiment())
-    line, store = facts_of(tmp_path, "one"), str(stores / "all")
+    line, store = facts_of(tmp_path, "one")["cell"], str(stores / "all")
     assert line["inputs"][store] == sha256(stores / "all/manifest.json") and "trainer/base.yaml" in line["inputs"]
     assert [process["git"] for process in line["processes"]] == [COMMIT]
-    note = tmp_path / "cells/one/seed-0/cell.json"
+    note = tmp_path / "choice=one/seed=0/cell.json"
     unpack(tmp_path, "one")
     note.write_text(json.dumps(json.loads(note.read_text()) | {"inputs": {store: "another"}}))
     with pytest.raises(ValueError, match="1 of 2 trainings failed: one, seed 0"):
         sweep(experiment())
-    assert f"one/seed-0 was begun with another {store} than is here now" in capsys.readouterr().out
+    assert f"one/seed=0 was begun with another {store} than is here now" in capsys.readouterr().out
 
 
 def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands):
     """Every validation rewrites the draft's folder, so that of an unfinished training is no start."""
-    start = str(tmp_path / "cells/one/seed-0/draft-last")
+    start = str(tmp_path / "choice=one/seed=0/draft-last")
     two = {"two": {"model": {"allocation": [1, 1], "start_from": start}}}
     sweep(experiment(choices=ONE | two))
-    assert facts_of(tmp_path, "two")["inputs"][start] == sha256(Path(start) / "model.safetensors")
+    assert facts_of(tmp_path, "two")["cell"]["inputs"][start] == sha256(Path(start) / "model.safetensors")
     unpack(tmp_path, "two")
-    shutil.rmtree(tmp_path / "cells/two")
-    (tmp_path / "cells/one/seed-0/finished").unlink()
-    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 0: .*one/seed-0 is not finished"):
+    shutil.rmtree(tmp_path / "choice=two")
+    (tmp_path / "choice=one/seed=0/finished").unlink()
+    with pytest.raises(ValueError, match=r"sweep.yaml: two, seed 0: .*one/seed=0 is not finished"):
         sweep(experiment(choices=two, reference="two"))
 
 
@@ -291,14 +293,14 @@ def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(exper
     start = {"one": {"model": {"allocation": [6], "start_from": "embedded-hass"}}}
     suites = [f"{suite}?field=question", "maths"]
     (cell,) = cells_of(experiment(**given, choices=start, benchmark={"suites": suites}))
-    shipped, digests = SHIPPED / "embedded-hass" / "model.safetensors", cell.inputs()
+    shipped, digests = SHIPPED / "embedded-hass" / "model.safetensors", inputs_of(cell)
     expected = {str(corpus): corpus, str(suite): suite, "embedded-hass": shipped}
     assert {name: digests.get(name) for name in expected} == {name: sha256(file) for name, file in expected.items()}
     assert "maths" not in digests
     (tmp_path / "embedded-hass").mkdir()
     (tmp_path / "embedded-hass" / "model.safetensors").write_bytes(b"mine")
     monkeypatch.chdir(tmp_path)
-    assert cell.inputs()["embedded-hass"] == sha256("embedded-hass/model.safetensors") != sha256(shipped)
+    assert inputs_of(cell)["embedded-hass"] == sha256("embedded-hass/model.safetensors") != sha256(shipped)
 
 
 REFUSED = [
@@ -332,7 +334,7 @@ def test_a_wrong_sweep_is_refused_before_anything_is_trained(experiment, tmp_pat
     with pytest.raises(ValueError, match=words) as error:
         sweep(experiment(**given))
     assert str(error.value).startswith(str(tmp_path / "sweep.yaml"))
-    assert not (tmp_path / "cells").exists()
+    assert not [*tmp_path.glob("choice=*")]
 
 
 def test_the_store_of_the_measure_must_be_of_the_draft_s_target_and_layers(experiment, tmp_path):
@@ -359,7 +361,7 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     with pytest.raises(ValueError, match="1 of 1 trainings failed: one, seed 0"):
         sweep(experiment(fit=fit_on(stores / "all", devices=2), choices=ONE))
     assert "FAILED one, seed 0: the training ended with exit code 3" in capsys.readouterr().out
-    assert not (tmp_path / "cells/one/seed-0/finished").exists()
+    assert not (tmp_path / "choice=one/seed=0/finished").exists()
 
 
 def train_apart(folder: Path, script: str, **options) -> subprocess.Popen:

@@ -3,7 +3,7 @@
 OUT/                 the folder of a benchmark
   run.json           settings, drafts, machine and versions; written first
   unfinished/        only while it is running: one part per question, with its records; see `work.py`
-  records.jsonl      every answer; written last
+  rounds.parquet     every answer, and answers.parquet with their tokens; written last
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow.parquet as pq
 import torch
 from tqdm import tqdm
 
@@ -30,10 +31,19 @@ from poss_lightning.evaluation.provenance import (
     provenance,
     write_run,
 )
-from poss_lightning.evaluation.records import NAMES, PLAIN, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
+from poss_lightning.evaluation.rounds import (
+    PLAIN,
+    ROUNDS,
+    RUN,
+    RUN_FILES,
+    UNFINISHED,
+    Row,
+    check_method_names,
+    write_rounds,
+)
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, digest, read_suites
-from poss_lightning.files import atomic, check_folder, read_json
+from poss_lightning.files import check_folder, read_json
 from poss_lightning.ranges import (
     Count,
     Lookups,
@@ -83,7 +93,7 @@ def benchmark(
     device: str = "auto",
     parallel: Parallel = "none",
 ) -> None:
-    """Decode suites of prompts with every method and write records.jsonl and run.json.
+    """Decode suites of prompts with every method and write rounds.parquet, answers.parquet and run.json.
 
     Every method is warmed up. Then the methods take turns prompt by prompt, in an order that is drawn for each answer
     from the seed. All methods get the same context: a later turn of a conversation follows the target's own answers to
@@ -133,7 +143,7 @@ def benchmark(
     sampling = check_options_fit(config)
     questions = read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    earlier = read_json(note) if (note := Path(out, "run.json")).is_file() else {}
+    earlier = read_json(note) if (note := Path(out, RUN)).is_file() else {}
     model.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
     config["chat_template_kwargs"] = model.chat.template.variables or None
     graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
@@ -164,7 +174,7 @@ def benchmark(
     }
     run = Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed)
     count = run.decode(questions)
-    print(f"{out}: {count} records of {len(methods)} methods")
+    print(f"{out}: {count} answers of {len(methods)} methods")
 
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
@@ -182,7 +192,7 @@ def check_options_fit(config: dict) -> Sampling:
 
 @dataclass(frozen=True)
 class Run:
-    """Decodes questions with every method and records their answers; each question is a part of the work."""
+    """Decodes questions with every method and writes their rounds; each question is a part of the work."""
 
     folder: Path  # to write
     target: Target
@@ -194,14 +204,12 @@ class Run:
     seed: int = 0
 
     def decode(self, questions: list[Question]) -> int:
-        """Decode every unfinished question, and write the files; return the number of records."""
-        records, work = self.folder / NAMES[0], Work(self.folder / UNFINISHED)
-        if (packed := self.folder / NAMES[1]).exists():
-            raise ValueError(f"{packed} holds records: unpack it (gunzip) to resume, or choose another folder")
-        if records.exists():
+        """Decode every unfinished question, and write the files; return the number of answers."""
+        work = Work(self.folder / UNFINISHED)
+        if (rounds := self.folder / ROUNDS).exists():
             check_settings(self.folder, self.facts["config"], self.facts["methods"])
             work.clear()  # the process that wrote them may have been killed before it did
-            return sum(1 for _ in records.open("rb"))
+            return pq.read_metadata(rounds).num_rows
         with work.exclusive(wait=False):
             work.claim({**self.facts["config"], "methods": self.facts["methods"]})
             parts = [f"question-{place:05d}" for place in range(len(questions))]
@@ -211,18 +219,17 @@ class Run:
                 self._note_process(resumed=done > 0)
                 self._warm_up(questions[unfinished[0]])
             for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
-                answers = self._decode_question(questions[place])
-                work.write_receipt(parts[place], {"records": [*map(to_line, answers)]})
+                work.write_receipt(parts[place], {"answers": self._decode_question(questions[place])})
             receipts: list[Any] = [work.receipt(part) for part in parts]
-            lines = [line for receipt in receipts for line in receipt["records"]]
-            with atomic(records) as path:
-                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            answers = [answer for receipt in receipts for answer in receipt["answers"]]
+            write_rounds(self.folder, answers)
             work.clear()
-        return len(lines)
+        return len(answers)
 
-    def _decode_question(self, question: Question) -> list[Record]:
+    def _decode_question(self, question: Question) -> list[Row]:
         """All turns of the question with all methods."""
-        records, messages = [], list(question.opening)
+        rows: list[Row] = []
+        messages = list(question.opening)
         names = list(self.methods)
         for turn, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
@@ -237,37 +244,35 @@ class Run:
                     (decoded,) = self.methods[name].decode(
                         [prompt], self.max_new_tokens, sampling=self.sampling, generator=generator
                     )
-                    answers[name] = self._record(question, turn, name, repeat, len(prompt), decoded)
-                records += [answers[name] for name in names]
-            plain = next(record for record in records if (record.turn, record.method) == (turn, PLAIN))
-            if not self.target.chat.is_plain(plain.tokens) and turn + 1 < len(question.turns):
+                    answers[name] = {
+                        "suite": question.suite,
+                        "id": str(question.id),
+                        "turn": turn,
+                        "method": name,
+                        "repeat": repeat,
+                        "prompt_tokens": len(prompt),
+                        "category": question.category or None,
+                        "question": text,
+                        **self._describe_answer(name, decoded),
+                    }
+                rows += [answers[name] for name in names]
+            plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
+            if not self.target.chat.is_plain(plain) and turn + 1 < len(question.turns):
                 logger.warning(
                     "%s ends after turn %d: its answer has special tokens, so no message can repeat it", question, turn
                 )
                 break
-            messages.append({"role": "assistant", "content": plain.text})
-        return records
+            messages.append({"role": "assistant", "content": self.target.chat.text(plain)})
+        return rows
 
-    def _record(
-        self, question: Question, turn: int, method: str, repeat: int, prompt_tokens: int, decoded: Decoded
-    ) -> Record:
-        return Record(
-            suite=question.suite,
-            id=question.id,
-            turn=turn,
-            method=method,
-            repeat=repeat,
-            seed=self.seed,
-            prompt_tokens=prompt_tokens,
-            new_tokens=len(decoded.tokens),
-            accepted=[] if method in HERE else decoded.accepted,
-            seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
-            tokens=decoded.tokens,
-            text=self.target.chat.text(decoded.tokens),
-            pieces=pieces_of(self.target.chat.text, decoded.tokens),
-            question=question.turns[turn],
-            category=question.category or None,
-        )
+    def _describe_answer(self, method: str, decoded: Decoded) -> Row:
+        return {
+            "new_tokens": len(decoded.tokens),
+            "accepted": [] if method in HERE else decoded.accepted,
+            "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
+            "tokens": decoded.tokens,
+            "pieces": pieces_of(self.target.chat.text, decoded.tokens),
+        }
 
     def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:
         """The seed of an answer's draws, the same for all methods, and of the order in which they answer."""
@@ -281,14 +286,14 @@ class Run:
             method.decode([prompt], min(self.max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
         if costs := {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}:
-            write_run(self.folder, read_json(self.folder / "run.json") | {"costs": costs})
+            write_run(self.folder, read_json(self.folder / RUN) | {"costs": costs})
 
     def _note_process(self, resumed: bool) -> None:
         """Add this process's machine and versions to run.json; refuse a machine whose seconds do not compare."""
         facts = provenance(self.target.device)
         if not resumed:
             return write_run(self.folder, self.facts | facts)
-        earlier = read_json(self.folder / "run.json")
+        earlier = read_json(self.folder / RUN)
         for fact in ("machine", "device", "threads"):
             if earlier.get(fact, facts[fact]) != facts[fact]:
                 raise ValueError(

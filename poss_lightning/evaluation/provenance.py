@@ -1,4 +1,4 @@
-"""When, where and with what a run was made, and of which draft: facts for the run.json beside its records."""
+"""When, where and with what a run was made, and of which draft: facts for the run.json beside its rounds."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,13 @@ from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.int8_head import Int8Head
 from poss_lightning.draft.config import SWITCHES, DraftConfig
-from poss_lightning.draft.folder import local_folder, shipped
+from poss_lightning.draft.folder import WEIGHTS, local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.records import NAMES, as_object
-from poss_lightning.files import atomic, public_name, read_json, without_secrets
+from poss_lightning.evaluation.rounds import ROUNDS, RUN
+from poss_lightning.evaluation.suites import local_files
+from poss_lightning.features.manifest import MANIFEST
+from poss_lightning.files import atomic, public_name, read_json, sha256, without_secrets
+from poss_lightning.machine import choose_precision
 from poss_lightning.versions import versions
 from poss_lightning.work import differences
 
@@ -80,7 +84,7 @@ def describe_training(draft: str) -> str:
     """How long a draft was trained and from what, as far as the config.yaml of its training says."""
     folder = local_folder(draft)
     options = read_config(str(folder.parent / "config.yaml")) if folder.name.startswith("draft-") else {}
-    trainer, start = as_object(options.get("trainer")), as_object(options.get("model")).get("start_from")
+    trainer, start = options.get("trainer", {}), options.get("model", {}).get("start_from")
     steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
     if steps == -1 and not epochs:
         return "shipped" if draft in shipped() else ""
@@ -88,22 +92,43 @@ def describe_training(draft: str) -> str:
     return f"{length} from {public_name(start) if start else 'random weights'}"
 
 
+def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[str, Any]) -> dict[str, str]:
+    """Digests of the local files that a cell is made from: stores, text, and its start.
+
+    Args:
+        training: all options of the training.
+        start: the folder of the draft it starts from.
+        measure: options of the measure.
+    """
+    data, trainer = training["data"], training["trainer"]
+    lists = data["store"], measure.get("suites")
+    stores, suites = ([given] if isinstance(given, str) else given or [] for given in lists)
+    files = {store: Path(store) / MANIFEST for store in (*stores, measure.get("store")) if store}
+    files |= {str(file): file for suite in suites for file in local_files(suite)}
+    files |= {data["corpus"]: Path(data["corpus"])} if data["corpus"] else {}
+    files |= {training["model"]["start_from"]: start / WEIGHTS} if start else {}
+    digests = {name: sha256(file) for name, file in files.items() if file.is_file()}
+    if (precision := trainer["precision"]) == "auto":  # which depends on the machine
+        precision = choose_precision(str(trainer["accelerator"]))
+    return digests | {"trainer.precision": precision}
+
+
 def write_run(folder: Path, facts: dict) -> None:
     """Write run.json, without secrets."""
-    with atomic(folder / "run.json") as path:
+    with atomic(folder / RUN) as path:
         path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
 
 
 def check_settings(folder: Path, config: dict, methods: dict) -> None:
     """Raise ValueError where the folder's run.json has other methods, or a different value of one of these settings."""
-    if not any((folder / name).exists() for name in ("run.json", *NAMES)):
+    if not any((folder / name).exists() for name in (RUN, ROUNDS)):
         return
-    run = read_json(folder / "run.json")  # without it nobody knows how records were made
+    run = read_json(folder / RUN)  # without it nobody knows how rounds were made
     asked = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
-    earlier = {name: as_object(run.get("config")).get(name) for name in asked}
+    earlier = {name: run.get("config", {}).get(name) for name in asked}
     if changed := differences({**earlier, "methods": run.get("methods")}, {**asked, "methods": methods}):
         raise ValueError(
-            f"{folder} holds records of other settings ({'; '.join(changed)}): choose another folder or remove it"
+            f"{folder} holds rounds of other settings ({'; '.join(changed)}): choose another folder or remove it"
         )
 
 

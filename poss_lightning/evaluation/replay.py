@@ -8,7 +8,6 @@ that was drawn, so only drafting is left to do, for many answers at once: about 
 compares replayed rounds with the engine's.
 """
 
-import gzip
 import hashlib
 import logging
 import sys
@@ -26,7 +25,7 @@ from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import Drafter
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import (
     check_settings,
     describe_draft,
@@ -34,12 +33,12 @@ from poss_lightning.evaluation.provenance import (
     provenance,
     write_run,
 )
-from poss_lightning.evaluation.records import NAMES, RUN_FILES, UNFINISHED, Record, check_method_names, to_line
+from poss_lightning.evaluation.rounds import RUN_FILES, UNFINISHED, Row, check_method_names, write_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
-from poss_lightning.files import atomic, check_folder, sha256
+from poss_lightning.files import check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
@@ -63,11 +62,11 @@ def replay(
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
-    """Measure acceptance of drafts on stored answers, without the target, and write records.jsonl.gz and run.json.
+    """Measure acceptance of drafts on stored answers, without the target; write rounds.parquet and run.json.
 
     The answers must be the target's own; otherwise it warns. Make greedy ones with `poss synthesize --prompts`, which
-    names conversations SUITE/ID, or drawn ones with `--answer_temperature` as well; then `poss extract`. Records say
-    what each round accepts, and hold no times.
+    names conversations SUITE/ID, or drawn ones with `--answer_temperature` as well; then `poss extract`. The rounds
+    have no seconds.
 
     Args:
         store: features of the answers.
@@ -90,8 +89,6 @@ def replay(
     check_method_names(drafts)
     folder, features = Path(out), FeatureStore(store)
     config |= {"target": features.target.name, "fingerprint": features.target.fingerprint}
-    if (other := folder / NAMES[0]).exists():
-        raise ValueError(f"{other} was written by `poss benchmark`: choose another folder")
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
     methods = {name: _describe(draft, embed_head, depth, nodes, tree_width) for name, draft in loaded.items()}
@@ -109,27 +106,26 @@ def replay(
             found[name] = receipt
         for warning in dict.fromkeys(warning for receipt in found.values() for warning in receipt["warnings"]):
             logger.warning("%s: %s", store, warning)
-        lines = [line for receipt in found.values() for line in receipt["records"]]
+        answers = [answer for receipt in found.values() for answer in receipt["answers"]]
         config |= next(iter(found.values()))["sampling"]
         facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
         write_run(folder, facts | {"trainings": {name: describe_training(source) for name, source in drafts.items()}})
-        with atomic(folder / NAMES[1]) as path:
-            path.write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), 9, mtime=0))
+        write_rounds(folder, answers)
         work.clear()
-    print(f"{out}: {len(lines)} records of {len(methods)} methods")
+    print(f"{out}: {len(answers)} answers of {len(methods)} methods")
 
 
 def _measure(
     name: str, draft: Specialists, store: FeatureStore, embed_head: EmbedHead, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """The records of a draft, how answers were drawn, and what to be warned of."""
+    """The rounds of a draft, how answers were drawn, and what to be warned of."""
     depth, nodes, width = facts["depth"], facts["nodes"], facts["tree_width"]
     stored = _read_answers(store, draft, embed_head)
     answers = [answer for *_, answer in stored]
     rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
     warnings = describe_mismatch(answers), warn_of_training(f"draft {name}", draft.trained_on, store, range(len(store)))
     return {
-        "records": [to_line(_record(name, *each, own)) for each, own in zip(stored, rounds, strict=True)],
+        "answers": [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)],
         "sampling": sampling_settings(answers),
         "warnings": [warning for warning in warnings if warning],
     }
@@ -140,6 +136,15 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
     if difference := draft.config.target.difference(features.target):
         raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
     return draft
+
+
+def check_store(store: str, draft: DraftConfig | None) -> None:
+    """Raise ValueError where the store lacks what such a draft reads, or is no store."""
+    features = FeatureStore(store)
+    if draft and (difference := draft.target.difference(features.target)):
+        raise ValueError(f"{store} is of another target than the draft: {difference}")
+    if draft:
+        features.select(draft.layers)
 
 
 def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
@@ -259,19 +264,21 @@ def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
-def _record(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Record:
-    """A record of an answer of the conversation `name`, with the tokens that its rounds give."""
+def _row(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Row:
+    """An answer of the conversation `name`; what its rounds give may be less than all of it."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
     if not suite or not question:
         suite, question = "store", name
-    tokens = answer.tokens[answer.start :][: 1 + sum(count + 1 for count in accepted)].tolist()
-    return Record(
-        suite=suite,
-        id=question,
-        turn=turn,
-        method=method,
-        prompt_tokens=answer.start,
-        new_tokens=len(tokens),
-        accepted=accepted,
-        tokens=tokens,
-    )
+    tokens = answer.tokens[answer.start :].tolist()
+    return {
+        "suite": suite,
+        "id": question,
+        "turn": turn,
+        "method": method,
+        "repeat": 0,
+        "prompt_tokens": answer.start,
+        "new_tokens": min(len(tokens), 1 + sum(accepted) + len(accepted)),
+        "accepted": accepted,
+        "seconds": {},
+        "tokens": tokens,
+    }

@@ -5,7 +5,7 @@ import textwrap
 import pandas as pd
 
 from poss_lightning.files import check_file
-from poss_lightning.reports.findings import Findings, find, name_sources
+from poss_lightning.reports.findings import Findings, find
 from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 from poss_lightning.terminal import printable
 
@@ -24,12 +24,11 @@ def compare(
     """Compare the methods of benchmark records: speed and acceptance, each with its 95 % interval.
 
     Methods are compared on the same prompts, prompt by prompt. If each was trained once, intervals are for other
-    prompts. If a method was trained several times, in folders CHOICE/seed-N, trainings are paired by their seed, and
-    intervals are for other trainings and other prompts.
+    prompts. If a method was trained several times, in folders choice=NAME/seed=N, trainings are paired by their seed,
+    and intervals are for other trainings and other prompts.
 
     Args:
-        records: files of records, or folders with a records.jsonl or records.jsonl.gz in them or below; several as
-            [a,b].
+        records: folders with rounds in them or below, or files of engines; several as [a,b].
         baseline: the method whose speed is 1; the others should give its tokens.
         reference: the method that acceptance lengths and speeds are compared with, for example the single-layer draft.
         all: print every table: by position, suite, length and category, with p and minimum detectable effects.
@@ -57,7 +56,7 @@ def print_findings(found: Findings, all: bool = False) -> None:
     seeds = sorted({len(row.seeds) for row in rows})
     count = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
     trainings = f", {count} trainings of each" * (seeds[-1] > 1)
-    title = f"{name_sources(found.sources)}: {len(rows)} methods{trainings}, {rows[0].prompts} prompts"
+    title = f"{found.title}: {len(rows)} methods{trainings}, {rows[0].prompts} prompts"
     print(f"\n{printable(title)}\n\n{show(overview(found))}\n")
     corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
     for text in filter(None, (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")):

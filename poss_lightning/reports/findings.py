@@ -1,27 +1,20 @@
-"""What records say: every method summed up, by temperature, and what to know before methods are compared."""
+"""What rounds say: every method summed up, by temperature, and what to know before methods are compared."""
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.evaluation.records import (
-    BASELINES,
-    Paths,
-    Source,
-    as_object,
-    by_cell,
-    by_folder,
-    check_drafts,
-    check_targets,
-    find_depths,
-    read_sources,
-)
+from poss_lightning.evaluation.rounds import BASELINES, Paths, read_rounds, read_runs
 from poss_lightning.files import public_name
-from poss_lightning.reports.summary import ALL, Answers, MethodSummary, by_choice, by_method, summarise
+from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, Measure
+from poss_lightning.reports.summary import ALL, MethodSummary, by_choice, by_method, summarise
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.terminal import announced
 
 AUTO = (
@@ -33,10 +26,14 @@ TRAINED_ONCE = (
 )
 SEEDS = "95 % intervals are for other trainings and other prompts."
 APART = "Each way of sampling is compared, and corrected, by itself."
+# What determines the rounds of a method, in run.json, and its value where run.json does not say.
+DRAFT_FACTS = {"weights": None, "depth": None, "nodes": None, "tree_width": None, "tree": "fixed", "lookup": 0}
+
+Runs = Mapping[str, dict[str, Any]]  # the run.json of each folder
 
 
 class Findings(NamedTuple):
-    """What records say.
+    """What rounds say.
 
     Attributes:
         rows: the methods over all prompts, then by suite.
@@ -44,53 +41,62 @@ class Findings(NamedTuple):
         notes: what to know before methods are compared.
         answers: of the first training of each method, named as the rows are.
         costs: of each method, where `tree: auto` measured them; of several runs the last.
-        sources: what all this was read from.
+        runs: how the rounds were made, by folder.
+        title: what all this was read from.
     """
 
     rows: list[MethodSummary]
     baseline: str | None
     reference: str | None
-    speed: str
+    speed: Measure
     notes: list[str]
-    answers: dict[str, Answers]
+    answers: dict[str, pd.DataFrame]
     costs: dict[str, Costs]
-    sources: list[Source]
+    runs: Runs
+    title: str
 
     @property
     def overall(self) -> list[MethodSummary]:
         """The rows over all suites."""
         return [row for row in self.rows if row.suite == ALL]
 
+    @property
+    def compared(self) -> list[Measure]:
+        """The measures of the table against the reference: lengths, and the one speed that can be compared."""
+        other = {SPEED, SPEED_UP} - {self.speed}
+        return sorted((m for m in MEASURES if m.scale != "share" and m not in other), key=lambda m: m.logs)
+
 
 @announced("reading records")
 def find(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> Findings:
-    """Sum up records.
+    """Sum up rounds.
 
     Args:
-        records: files, or folders with some in them or below; those of a sweep are in folders CHOICE/seed-N.
+        records: folders with rounds in them or below, or files of engines; those of a sweep are in choice=NAME/seed=N.
         baseline: the method whose speed is 1; the others should give its tokens.
         reference: the method or choice that the others are compared with.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_sources`, `check_targets`, `check_drafts`, `by_cell` and `summarise`.
+        FileNotFoundError, ValueError: as `read_rounds`, `by_choice` and `summarise`; or of several targets, or of one
+            name for several drafts.
     """
-    sources = read_sources(records)
-    runs = by_folder(sources)
-    check_targets(runs)
-    if any(not by_cell([source]) for source in sources):  # folders of a sweep tell the trainings of a choice apart
-        check_drafts(runs)
-    groups: dict[str, list[Source]] = {}
-    for source in sorted(sources, key=_sampling):
-        temperature, top_k, top_p = _sampling(source)
-        name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
-        groups.setdefault(name, []).append(source)
+    rounds = read_rounds(records)
+    runs = read_runs(rounds)
+    _check_targets(runs)
+    if rounds["choice"].isna().any():  # folders of a sweep tell the trainings of a choice apart
+        _check_drafts(runs)
+    groups: dict[tuple, list[str]] = defaultdict(list)
+    for folder in rounds["folder"].unique():
+        groups[_sampling(runs.get(folder, {}))].append(folder)
     parts = []
-    for name, group in groups.items():
+    for temperature, top_k, top_p in sorted(groups):
+        group = rounds[rounds["folder"].isin(groups[temperature, top_k, top_p])]
+        name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
         suffix, place = (f", {name}", f"at {name}: ") if len(groups) > 1 else ("", "")
         try:
-            parts.append(_find(group, baseline, reference, suffix))
+            parts.append(_find(group, runs, baseline, reference, suffix))
         except ValueError as error:
-            raise ValueError("; ".join([f"{place}{error}", *not_comparable(group)])) from error
+            raise ValueError("; ".join([f"{place}{error}", *not_comparable(group, runs)])) from error
     timed = next((part for part in parts if part.baseline), parts[0])
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     return timed._replace(
@@ -98,28 +104,30 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
         notes=[*notes, *[APART] * (len(parts) > 1)],
         answers={name: answers for part in parts for name, answers in part.answers.items()},
         costs={name: costs for part in parts for name, costs in part.costs.items()},
-        sources=sources,
+        runs=runs,
+        title=_name_folders(rounds["folder"].unique()),
     )
 
 
-def _sampling(source: Source) -> tuple[float, int, float]:
+def _sampling(run: dict[str, Any]) -> tuple[float, int, float]:
     """Temperature, top-k and top-p of a run; greedy where its run.json does not say."""
-    config = as_object((source.run or {}).get("config"))
+    config = run.get("config", {})
     temperature = config.get("temperature") or 0
     return (temperature, config.get("top_k") or 0, config.get("top_p") or 1) if temperature else (0, 0, 1)
 
 
-def _find(sources: list[Source], baseline: str, reference: str | None, suffix: str) -> Findings:
-    """What records of one way of sampling say; `suffix` is added to the names of methods."""
-    runs, cells = by_folder(sources), by_cell(sources)
-    records = [record for source in sources for record in source.records]
-    trainings = by_choice(cells) if cells else by_method(records)
+def _find(rounds: pd.DataFrame, runs: Runs, baseline: str, reference: str | None, suffix: str) -> Findings:
+    """What rounds of one way of sampling say; `suffix` is added to the names of methods."""
+    runs = {folder: runs[folder] for folder in rounds["folder"].unique() if folder in runs}
+    is_sweep = bool(rounds["choice"].notna().any())
+    trainings = by_choice(rounds) if is_sweep else by_method(rounds)
     decoded = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
-    is_timed = any(record.seconds for record in records)  # else all were replayed
+    is_timed = bool(rounds["seconds"].notna().any())  # else all were replayed
     if is_timed and decoded & set(BASELINES) and baseline not in decoded:
         raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded & set(BASELINES)))}")
-    rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=find_depths(runs))
-    notes = not_comparable(sources)
+    depths = {name: facts["depth"] for _, name, facts in _methods(runs) if "depth" in facts}
+    rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=depths)
+    notes = not_comparable(rounds, runs)
     if any(len(row.seeds) > 1 for row in rows):
         notes.append(SEEDS)
         seeds = {seed for row in rows if row.method == reference for seed in row.seeds}
@@ -129,32 +137,32 @@ def _find(sources: list[Source], baseline: str, reference: str | None, suffix: s
             )
     else:
         notes.append(TRAINED_ONCE)
-    if any(as_object(run.get("config")).get("tree") == "auto" for run in runs.values()):
+    if any(run.get("config", {}).get("tree") == "auto" for run in runs.values()):
         notes.append(AUTO)
     firsts = {name: next(iter(by_seed.values())) for name, by_seed in trainings.items()}
     answers = {name: own for name, own in next(iter(firsts.values())).items() if name in BASELINES}
     answers |= {name: beside[name] for name, beside in firsts.items()}
-    costs = {name: each for run in runs.values() for name, each in as_object(run.get("costs")).items()}
+    costs = {name: each for run in runs.values() for name, each in run.get("costs", {}).items()}
     return Findings(
         rows=[replace(row, method=row.method + suffix) for row in rows],
-        baseline=baseline if any("speed_up" in row.values for row in rows) else None,
+        baseline=baseline if any(SPEED_UP.name in row.values for row in rows) else None,
         reference=reference,
-        speed="speed_up" if cells else "tokens_per_second",
+        speed=SPEED_UP if is_sweep else SPEED,
         notes=notes,
         answers={name + suffix: own for name, own in answers.items()},
         costs={name + suffix: Costs.read(each) for name, each in costs.items()},
-        sources=sources,
+        runs=runs,
+        title="",
     )
 
 
-def not_comparable(sources: Iterable[Source]) -> list[str]:
+def not_comparable(rounds: pd.DataFrame, runs: Runs) -> list[str]:
     """A warning for each input (store, start, config), and each circumstance of a measurement, that differs."""
     seen: dict[str, set[str]] = defaultdict(set)
-    for source in sources:
-        run = source.run or {}
-        options = as_object(run.get("config"))
-        facts: dict[str, Any] = {**source.inputs, "dtype": options.get("dtype")}
-        if any(record.seconds for record in source.records):
+    for folder, run in runs.items():
+        options = run.get("config", {})
+        facts: dict[str, Any] = {**run.get("cell", {}).get("inputs", {}), "dtype": options.get("dtype")}
+        if rounds.loc[rounds["folder"] == folder, "seconds"].notna().any():
             facts |= {"max_new_tokens": options.get("max_new_tokens")}
             facts |= {name: run.get(name) for name in ("machine", "device")}
         for name, value in facts.items():
@@ -167,8 +175,38 @@ def not_comparable(sources: Iterable[Source]) -> list[str]:
     ]
 
 
-def name_sources(sources: Iterable[Source]) -> str:
-    """A title for sources: the folder that holds them all, for a sweep's cells the experiment's."""
-    parts = Path(os.path.commonpath([source.folder.absolute() for source in sources])).parts
-    named = public_name(Path(*parts[: parts.index("cells")] if "cells" in parts else parts))
+def _methods(runs: Runs) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Folder, name and facts of every method."""
+    return ((folder, name, facts) for folder, run in runs.items() for name, facts in run.get("methods", {}).items())
+
+
+def _check_drafts(runs: Runs) -> None:
+    """Raise ValueError where one name stands for several drafts, or for one draft with several trees."""
+    firsts: dict[str, tuple[str, dict]] = {}
+    for folder, name, facts in _methods(runs):
+        facts = {fact: facts.get(fact, usual) for fact, usual in DRAFT_FACTS.items()}
+        first, known = firsts.setdefault(name, (folder, facts))
+        if other := [fact for fact in facts if facts[fact] != known[fact]]:
+            values = ", ".join(f"{fact} {known[fact]} and {facts[fact]}" for fact in other)
+            raise ValueError(f"{name!r} of {first} differs from that of {folder} ({values}): rename one")
+
+
+def _check_targets(runs: Runs) -> None:
+    """Raise ValueError for runs of several targets; one without its target's fingerprint may be of any."""
+    fingerprints = {folder: run.get("config", {}).get("fingerprint") for folder, run in runs.items()}
+    known = [(folder, str(fingerprint)) for folder, fingerprint in fingerprints.items() if fingerprint]
+    for folder, fingerprint in known[1:]:
+        first, earlier = known[0]
+        if not same_weights(earlier, fingerprint):
+            raise ValueError(
+                f"{first} was measured on another target than {folder} (fingerprints {earlier} and {fingerprint}); "
+                "methods are compared on one target"
+            )
+
+
+def _name_folders(folders: list[str]) -> str:
+    """A title: the folder that holds them all, for a sweep's cells the experiment's."""
+    parts = Path(os.path.commonpath([os.path.abspath(folder) for folder in folders])).parts
+    kept = next((i for i, part in enumerate(parts) if part.startswith("choice=")), len(parts))
+    named = public_name(Path(*parts[:kept]))
     return "records" if named == "." else named

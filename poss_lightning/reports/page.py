@@ -1,22 +1,23 @@
 """The page of `poss compare --html`: tables, curves and decoded text in one file that loads nothing else."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from poss_lightning import plots
-from poss_lightning.evaluation.records import PLAIN, Record, as_object, by_folder
+from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, PLAIN, read_answers
 from poss_lightning.files import atomic, public_name
-from poss_lightning.reports.findings import Findings, name_sources
+from poss_lightning.reports.findings import Findings
+from poss_lightning.reports.measures import SPEED_UP
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.summary import LOGS, Answers
-from poss_lightning.reports.tables import LEGEND, WORDS, all_tables, overview, verdict
+from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 
 # What HTML forbids: control characters but tab and ends of lines.
 CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
@@ -49,15 +50,13 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         out: file to write.
         runs: folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
     """
-    facts = by_folder(found.sources)
-    is_sweep = found.speed == "speed_up"
-    trained = group_by_choice(read_scalars(runs or (list(facts) if is_sweep else [])))
+    trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.speed is SPEED_UP else [])))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
-    defined = define_methods(facts.values())
+    defined = define_methods(found.runs.values())
     page = _template().render(
-        title=name_sources(found.sources),
-        circumstances=describe_runs(facts.values()),
+        title=found.title,
+        circumstances=describe_runs(found.runs.values()),
         methods={row.method: defined[row.method] for row in found.overall if row.method in defined},
         verdict=verdict(found),
         notes=found.notes,
@@ -86,7 +85,7 @@ def _template() -> Any:
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Target, dates and machines of runs, in this order, as far as their run.json have them."""
     runs = list(runs)
-    targets = [as_object(run.get("config")).get("target") for run in runs]
+    targets = [run.get("config", {}).get("target") for run in runs]
     machines = [", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)) for run in runs]
     days = sorted(filter(None, (str(run.get("started") or "")[: len("2026-11-22")] for run in runs)))
     named = [f"target {public_name(target)}" for target in dict.fromkeys(filter(None, targets))]
@@ -98,9 +97,9 @@ def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
     """What each method is, as far as run.json says: layers and positions, parameters, training."""
     defined = dict(METHODS)
     for run in runs:
-        trainings = as_object(run.get("trainings"))
-        for name, facts in as_object(run.get("methods")).items():
-            if (allocation := as_object(facts).get("allocation")) and name not in defined:
+        trainings = run.get("trainings", {})
+        for name, facts in run.get("methods", {}).items():
+            if (allocation := facts.get("allocation")) and name not in defined:
                 stacked = facts.get("block_layers", 1)
                 single = "one layer" if stacked == 1 else f"{stacked} layers"
                 layers = single if len(allocation) == 1 else f"{len(allocation)} specialists"
@@ -115,11 +114,10 @@ def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
 def comparison_figures(found: Findings) -> Figures:
     """Comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
-    for measure in ("tau_macro", found.speed):
-        gains = {row.method: row.gains[measure] for row in found.overall if measure in row.gains}
+    for measure in found.compared:
+        gains = {row.method: row.gains[measure.name] for row in found.overall if measure.name in row.gains}
         if any(gain.value == gain.value for gain in gains.values()):
-            title = f"{WORDS[measure]} {'×' if measure in LOGS else '−'} {found.reference}"
-            drawn[title] = plots.forest(gains, float(measure in LOGS))
+            drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(gains, float(measure.logs))
     shares = {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}
     if shares:
         figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
@@ -147,29 +145,30 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
 # --- decoded text ---
 
 
-def decoded_texts(methods: Mapping[str, Answers]) -> Iterator[dict[str, Any]]:
+def decoded_texts(methods: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
     """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
+    firsts = {name: own.reset_index().query("turn == 0 and repeat == 0") for name, own in methods.items()}
+    texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]) for name, own in firsts.items()}
     by_suite: dict[str, list[tuple]] = {}
-    for key, record in next(iter(methods.values()), {}).items():
-        if key[2:] == (0, 0) and record.text:
-            by_suite.setdefault(key[0], []).append(key)
-    for key in [key for key in chain(*zip_longest(*by_suite.values())) if key][:SHOWN_PROMPTS]:
-        records = {name: answers[key] for name, answers in methods.items() if key in answers}
-        answers = [{"name": name, "record": one, "spans": split_rounds(one)} for name, one in records.items()]
-        yield {"title": f"{key[0]}, {key[1]}", "question": answers[0]["record"].question, "answers": answers}
+    for prompt in next(iter(texts.values()))["pieces"].dropna().index:
+        by_suite.setdefault(prompt[0], []).append(prompt)
+    for prompt in [prompt for prompt in chain(*zip_longest(*by_suite.values())) if prompt][:SHOWN_PROMPTS]:
+        answers = [own.loc[prompt].to_dict() | {"name": name} for name, own in texts.items() if prompt in own.index]
+        shown = [answer | {"spans": split_rounds(answer["accepted"], answer["pieces"])} for answer in answers]
+        yield {"title": ", ".join(prompt), "question": answers[0]["question"], "answers": shown}
 
 
-def split_rounds(record: Record) -> list[tuple[str, str]]:
+def split_rounds(accepted: Sequence[int], pieces: Sequence[str]) -> list[tuple[str, str]]:
     """Kinds and texts: "plain" for the prefill's token, then each round's "accepted" run and its "bonus" or stop token.
 
     The last round may end within its accepted run, where the limit of new tokens cut it.
     """
-    if record.pieces is None or not record.accepted:
-        return [("plain", record.text)]
-    spans, start = [("plain", record.pieces[0])], 1
-    for accepted in record.accepted:
-        end = start + accepted
-        runs = ("accepted", record.pieces[start:end]), ("bonus", record.pieces[end : end + 1])
-        spans += [(kind, "".join(pieces).replace("\n", "↵\n")) for kind, pieces in runs if pieces]
+    if not len(accepted):
+        return [("plain", "".join(pieces))]
+    spans, start = [("plain", pieces[0])], 1
+    for count in accepted:
+        end = start + count
+        runs = ("accepted", pieces[start:end]), ("bonus", pieces[end : end + 1])
+        spans += [(kind, "".join(each).replace("\n", "↵\n")) for kind, each in runs if len(each)]
         start = end + 1
     return spans

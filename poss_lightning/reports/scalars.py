@@ -1,6 +1,6 @@
 """Scalars of training runs, read from their TensorBoard event files; the seeds of a choice are taken together.
 
-A run in `CHOICE/seed-N` is one of its choice's seeds; any other run is a choice of its own.
+A run in `choice=NAME/seed=N` is one of its choice's seeds; any other run is a choice of its own.
 """
 
 import math
@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from poss_lightning.evaluation.cells import packed_cells
+from poss_lightning.evaluation.rounds import RUN
+from poss_lightning.files import read_json
 from poss_lightning.reports.statistics import Estimate, Mean, interval
 
+KEPT = re.compile(r"val/(loss|tau_tree)|val_(pos_acc_(tree|unroll)|drift_\w+)/depth_\d+|throughput/slots_per_second")
 Series = list[tuple[int, float]]  # (step, value), in order of steps
 Scalars = dict[str, Series]  # of one run, by tag
 
@@ -20,21 +22,29 @@ Scalars = dict[str, Series]  # of one run, by tag
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
     """The scalars of every folder that holds event files, at any depth: by folder, then by tag.
 
-    A finished cell of an experiment (`evaluation/cells.py`) whose folder has none gives the last value of each.
+    A finished cell of a sweep that has none, as in a clone, gives the last value of each that its run.json kept.
 
     Raises:
         FileNotFoundError: no such folder.
     """
     by_folder: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
-        cells = packed_cells(folder)
-        if not folder.is_dir() and not cells:
+        if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder; give the folder of a training run")
         events = {file.parent for file in folder.rglob("events.out.tfevents.*")}
-        last = {cell.folder: cell for cell in cells if cell.folder not in events}
-        for place in sorted(events | last.keys()):
-            by_folder[str(place)] = last[place].last_scalars() if place in last else _read_events(place)
+        for place in sorted(events | {file.parent for file in folder.rglob(RUN)}):
+            by_folder[str(place)] = _read_events(place) if place in events else _read_last(place)
     return {name: scalars for name, scalars in by_folder.items() if scalars}
+
+
+def last_values(scalars: Scalars) -> dict[str, float]:
+    """The last value of each scalar that pages and notebooks read, as the run.json of a cell keeps them."""
+    return {tag: float(f"{series[-1][1]:.5g}") for tag, series in sorted(scalars.items()) if KEPT.fullmatch(tag)}
+
+
+def _read_last(folder: Path) -> Scalars:
+    """The last values in the run.json of a cell, each at step 0."""
+    return {tag: [(0, value)] for tag, value in read_json(folder / RUN).get("scalars", {}).items()}
 
 
 def _read_events(folder: Path) -> Scalars:
@@ -57,11 +67,12 @@ def group_by_choice(runs: dict[str, Scalars]) -> dict[str, list[Scalars]]:
     folders: dict[Path, list[Scalars]] = {}
     for folder, scalars in runs.items():
         path = Path(folder).absolute()
-        seeds = [place for place in (path, *path.parents) if re.fullmatch(r"seed-\d+", place.name)]
+        seeds = [place for place in (path, *path.parents) if re.fullmatch(r"seed=\d+", place.name)]
         folders.setdefault(seeds[0].parent if seeds else path, []).append(scalars)
     shared = os.path.commonpath(folders) if folders else ""
     names = {folder: str(folder.relative_to(shared)) for folder in folders}
-    return {folder.name if name == "." else name: folders[folder] for folder, name in names.items()}
+    named = {folder.name if name == "." else name: folders[folder] for folder, name in names.items()}
+    return {name.replace("choice=", ""): runs for name, runs in named.items()}
 
 
 def mean_by_step(runs: Iterable[Scalars], tag: str) -> dict[int, Estimate]:

@@ -1,4 +1,4 @@
-"""The measures of METHOD.md section 7 over sums by prompt, with 95 % intervals, tests and minimum detectable effects.
+"""95 % intervals, tests and minimum detectable effects of measures over prompts and trainings.
 
 A measure m of one training gives each of its Q prompts a pseudo-value of the jackknife (Tukey 1958),
 
@@ -100,25 +100,6 @@ class Comparison(Estimate):
         return replace(super().percent(), detectable=100 * self.detectable)
 
 
-# --- measures of one training ---
-
-
-class Sums(NamedTuple):
-    """One training's records of one method, summed by prompt; each (Q,) but `reach`.
-
-    Attributes:
-        reach: (Q, K+1) rounds that accepted at least k tokens; column 0 counts them all.
-        tokens: new tokens.
-        seconds: total seconds; nan where none were measured.
-        beside: tokens and seconds of the baseline beside it, if any, and 1 where all answers have its tokens.
-    """
-
-    reach: Floats
-    tokens: Floats
-    seconds: Floats
-    beside: tuple[Floats, Floats, Floats] | None = None
-
-
 class Jackknife(NamedTuple):
     """One measure of one training.
 
@@ -129,29 +110,6 @@ class Jackknife(NamedTuple):
 
     values: Floats
     counted: NDArray[np.bool_]
-
-
-def measures(sums: Sums, prompts: Sequence[int]) -> dict[str, Jackknife]:
-    """Every measure of one training that its records of some prompts define, by name."""
-    counts = leave_one_out(len(prompts))  # (1+Q, Q)
-    own, tokens, seconds = (column[prompts] for column in sums[:3])
-    reach, reached = counts @ own, own.T > 0  # (1+Q, K+1), (K+1, Q)
-    found = {}
-    if reached[0].any():
-        means = ratio(own.sum(1), own[:, 0])  # (Q,): a round that accepts a counts in columns 0..a
-        macro = ratio(counts @ np.nan_to_num(means), counts @ reached[0])
-        found["tau_macro"] = Jackknife(macro, reached[0])
-        found["tau_micro"] = Jackknife(ratio(reach.sum(1), reach[:, 0]), reached[0])
-        for k in range(1, reach.shape[1]):
-            found[f"pos_acc_{k}"] = Jackknife(ratio(reach[:, k], reach[:, k - 1]), reached[k - 1])
-    if np.isfinite(seconds).all():
-        every, speed = np.ones(len(prompts), dtype=bool), ratio(counts @ tokens, counts @ seconds)
-        found["tokens_per_second"] = Jackknife(speed, every)
-        if sums.beside is not None:
-            tokens, seconds, same = (counts @ column[prompts] for column in sums.beside)
-            found["speed_up"] = Jackknife(speed / ratio(tokens, seconds), every)
-            found["identical"] = Jackknife(ratio(same, counts.sum(1)), every)
-    return found
 
 
 def ratio(above: Floats, below: Floats) -> Floats:

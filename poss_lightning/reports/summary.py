@@ -1,37 +1,30 @@
-"""Records summed up by method and suite: the measures of `statistics.py`, and each method compared with a reference.
+"""Rounds summed up by method and suite: the measures of `measures.py`, and each method compared with a reference.
 
 A *training* is one draft that decoded all prompts: one for each method of a benchmark, or one for each seed of a
-sweep's choice, in folders CHOICE/seed-N. Trainings are paired by their seed, which gives the same order of data.
+sweep's choice, in folders choice=NAME/seed=N. Trainings are paired by their seed, which gives the same order of data.
 """
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
+import pandas as pd
 
-from poss_lightning.evaluation.records import BASELINES, Record
+from poss_lightning.evaluation.rounds import BASELINES, KEY, read_answers
 from poss_lightning.reports import statistics
-from poss_lightning.reports.statistics import Comparison, Estimate, Floats, Jackknife, Sums
+from poss_lightning.reports.measures import MEASURES, Measure, Sums, position, sum_by_prompt
+from poss_lightning.reports.statistics import Comparison, Estimate, Jackknife
 
 ALL = "all"  # the name given to all suites together
-LOGS = ("tokens_per_second", "speed_up")  # measures that are averaged and compared in logarithms, as ratios
-SHARES = ("pos_acc", "identical")  # measures, or their beginnings, that lie between 0 and 1
-Answers = dict[tuple, Record]  # one method's records, by suite, id, turn and repeat
 # By method, then by training seed: the answers of the method, and of every method that was decoded beside it, by name.
-Trainings = Mapping[str, Mapping[int, Mapping[str, Answers]]]
+Trainings = Mapping[str, Mapping[int, Mapping[str, pd.DataFrame]]]
 
 
 @dataclass(frozen=True)
 class MethodSummary:
     """One method over the prompts of one suite, or of all.
 
-    Measures are `tau_macro` (the mean over prompts of each prompt's tokens per round, the published measure),
-    `tau_micro` (over all rounds), `pos_acc_1` and so on (the share of rounds that accept position k, of those that
-    accept k-1), `tokens_per_second` (prefill included), `speed_up` (tokens per second over those of the baseline beside
-    it) and `identical` (share of prompts whose tokens, in all turns and repeats, are the baseline's). Those that are
-    not defined are absent.
+    Measures are those of `MEASURES`, and `pos_acc_1`, `pos_acc_2` and so on; those that are not defined are absent.
 
     Attributes:
         seeds: training seeds.
@@ -63,7 +56,7 @@ def summarise(
     reference: str | None = None,
     depths: Mapping[str, int] | None = None,
 ) -> list[MethodSummary]:
-    """Every method over all prompts, then over each suite if there are several.
+    """Sum up every method over all prompts, then over each suite if there are several.
 
     Args:
         trainings: from `by_method` or `by_choice`.
@@ -79,70 +72,72 @@ def summarise(
     if not all(baseline in beside for by_seed in trainings.values() for beside in by_seed.values()):
         baseline = None
     sums: dict[str, dict[int, Sums]] = {}
-    prompts: list[tuple] = []
+    suites = np.array([])
     for name, by_seed in trainings.items():
-        rounds = (record.accepted for beside in by_seed.values() for record in beside[name].values())
-        depth = max(chain([(depths or {}).get(name, 0)], *rounds))
+        rounds = (accepted for beside in by_seed.values() for accepted in beside[name]["accepted"])
+        depth = max([(depths or {}).get(name, 0), *(accepted.max(initial=0) for accepted in rounds)])
         plain = None if name == baseline else baseline  # compared with itself it says nothing
         for seed, beside in by_seed.items():
-            own = sum_by_prompt(beside[name], depth, beside[plain] if plain else None)
-            sums.setdefault(name, {})[seed] = own
-            prompts = [*_by_prompt(beside[name])]  # the same in all trainings
-    suites = sorted({suite for suite, _ in prompts})
+            sums.setdefault(name, {})[seed] = sum_by_prompt(beside[name], depth, beside[plain] if plain else None)
+            suites = beside[name].index.droplevel(["turn", "repeat"]).unique().get_level_values("suite")
     rows = []
-    for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
-        chosen = [row for row, prompt in enumerate(prompts) if suite in (ALL, prompt[0])]
-        rows += _summarise_suite(suite, chosen, sums, reference)
+    for suite in [ALL, *sorted({*suites})] if len({*suites}) > 1 else [ALL]:
+        chosen = [row for row, own in enumerate(suites) if suite in (ALL, own)]
+        of_suite = {name: {seed: one.of(chosen) for seed, one in by_seed.items()} for name, by_seed in sums.items()}
+        rows += _summarise_suite(suite, of_suite, reference)
     return rows
 
 
-def by_method(records: Iterable[Record]) -> Trainings:
+def by_method(rounds: pd.DataFrame) -> Trainings:
     """Methods that were each trained once, and decoded beside one another."""
-    methods = group(records)
+    methods = split_methods(rounds)
     return {name: {0: methods} for name in methods}
 
 
-def by_choice(cells: Mapping[tuple[str, int], list[Record]]) -> Trainings:
+def by_choice(rounds: pd.DataFrame) -> Trainings:
     """A sweep's choices by training seed, each with the baselines beside it.
 
-    Args:
-        cells: the records of each choice and training seed.
-
     Raises:
-        ValueError: a cell has no record of its choice, or cells have answers to different prompts.
+        ValueError: only some rounds are of a sweep, two folders are of one choice and seed, a cell has no rounds of its
+            choice, or cells have answers to different prompts.
     """
-    trainings: dict[str, dict[int, dict[str, Answers]]] = {}
-    for (choice, seed), records in cells.items():
-        methods = group(record for record in records if record.method in (choice, *BASELINES))
-        if choice not in methods:
-            names = ", ".join(dict.fromkeys(record.method for record in records))
-            raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {names}")
-        trainings.setdefault(choice, {})[seed] = methods
-    check_same_prompts({f"{choice!r}, seed {seed}": trainings[choice][seed][choice] for choice, seed in cells})
+    if len(apart := rounds.loc[rounds["choice"].isna(), "folder"]):
+        raise ValueError(f"{apart.iloc[0]} is not a folder choice=NAME/seed=N, as others are; compare it by itself")
+    trainings: dict[str, dict[int, dict[str, pd.DataFrame]]] = {}
+    for (choice, seed), cell in rounds.groupby(["choice", "seed"], sort=False):
+        if len(folders := cell["folder"].unique()) > 1:
+            raise ValueError(
+                f"{folders[1]} is a second {choice}, seed {seed}; give the choices of several sweeps different names"
+            )
+        if choice not in (names := cell["method"].unique()):
+            raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {', '.join(names)}")
+        methods = split_methods(cell[cell["method"].isin([choice, *BASELINES])])
+        trainings.setdefault(choice, {})[int(seed)] = methods
+    cells = {(choice, seed): own[choice] for choice, by_seed in trainings.items() for seed, own in by_seed.items()}
+    check_same_prompts({f"{choice!r}, seed {seed}": answers for (choice, seed), answers in cells.items()})
     return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
 
 
-def group(records: Iterable[Record]) -> dict[str, Answers]:
-    """The records by method, baselines first, each in the same order of prompts.
+def split_methods(rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Split rounds by method, baselines first, each indexed and sorted by suite, id, turn and repeat.
 
     Raises:
         ValueError: an answer is duplicated, missing for a method, or to a different prompt.
     """
-    methods: dict[str, Answers] = {}
-    for record in sorted(records, key=lambda record: record.method not in BASELINES):
-        key = (record.suite, record.id, record.turn, record.repeat)
-        if key in methods.setdefault(record.method, {}):
+    methods = {}
+    for name in sorted(rounds["method"].unique(), key=lambda name: name not in BASELINES):
+        answers = rounds[rounds["method"] == name].set_index(KEY).sort_index()
+        if len(twice := answers.index[answers.index.duplicated()]):
             raise ValueError(
-                f"{record.method!r} answers {_describe(key)} twice; decode all drafts in one benchmark, or give the "
+                f"{name!r} answers {_describe(twice[0])} twice; decode all drafts in one benchmark, or give the "
                 "methods of several runs different names"
             )
-        methods[record.method][key] = record
+        methods[name] = answers
     check_same_prompts({f"{name!r}": answers for name, answers in methods.items()})
-    order = sorted(next(iter(methods.values()), {}), key=lambda key: (key[0], str(key[1]), *key[2:]))
-    return {name: {key: answers[key] for key in order} for name, answers in methods.items()}
+    return methods
 
 
-def check_same_prompts(named: Mapping[str, Answers]) -> None:
+def check_same_prompts(named: Mapping[str, pd.DataFrame]) -> None:
     """Refuse answers to different prompts.
 
     Prompts of the first turn must have the same length. Prompts of later turns contain the target's answers, in which
@@ -151,23 +146,33 @@ def check_same_prompts(named: Mapping[str, Answers]) -> None:
     Raises:
         ValueError: the message names an answer, and whose it is.
     """
-    first, theirs = next(iter(named.items()), ("", {}))
-    for name, answers in named.items():
-        if differing := sorted(map(_describe, answers.keys() ^ theirs.keys())):
+    first, theirs = next(iter(named.items()), ("", pd.DataFrame()))
+    for name, own in named.items():
+        if len(differing := own.index.symmetric_difference(theirs.index)):
             raise ValueError(
-                f"{name} and {first} differ in {len(differing)} answers, such as {differing[0]}. Methods are compared "
-                "on the same prompts"
+                f"{name} and {first} differ in {len(differing)} answers, such as {min(map(_describe, differing))}. "
+                "Methods are compared on the same prompts"
             )
-        for key, one in answers.items():
-            other, differ = theirs[key], ""
-            both = min(one.new_tokens, other.new_tokens)
-            if one.turn == 0 and one.prompt_tokens != other.prompt_tokens:
-                differ = f"prompts of {other.prompt_tokens} and {one.prompt_tokens} tokens"
-            elif not (one.seconds or other.seconds) and one.tokens[:both] != other.tokens[:both]:
-                differ = "replays of different answers"
-            if differ:
-                where = f"{first} and {name} have {differ} at {_describe(key)}"
-                raise ValueError(f"{where}; methods are compared on the same texts")
+        lengths = theirs["prompt_tokens"] != own["prompt_tokens"]
+        for key in own.index[lengths & (own.index.get_level_values("turn") == 0)]:
+            both = f"{theirs.loc[key, 'prompt_tokens']} and {own.loc[key, 'prompt_tokens']}"
+            raise _differ(first, name, f"prompts of {both} tokens", key)
+        replayed = own["seconds"].isna() & theirs["seconds"].isna()
+        for key in own.index[replayed & (own["answer"] != theirs["answer"])]:
+            shared = min(own.loc[key, "new_tokens"], theirs.loc[key, "new_tokens"])
+            one, other = (_tokens(answers, key)[:shared] for answers in (own, theirs))
+            if one != other:
+                raise _differ(first, name, "replays of different answers", key)
+
+
+def _tokens(answers: pd.DataFrame, key: tuple) -> list[int]:
+    row = answers.loc[[key]]
+    return [*read_answers(row).loc[(*key[:3], row["answer"].iloc[0]), "tokens"]]
+
+
+def _differ(first: str, name: str, what: str, key: tuple) -> ValueError:
+    where = f"{first} and {name} have {what} at {_describe(key)}"
+    return ValueError(f"{where}; methods are compared on the same texts")
 
 
 def _describe(key: tuple) -> str:
@@ -175,78 +180,60 @@ def _describe(key: tuple) -> str:
     return f"{suite}/{prompt} turn {turn} repeat {repeat}"
 
 
-def sum_by_prompt(answers: Answers, depth: int, plain: Answers | None = None) -> Sums:
-    """One training's sums, with those of its baseline, if any; `depth` is K."""
-    prompts = [*_by_prompt(answers).values()]
-    accepted = [np.array([count for key in keys for count in answers[key].accepted], dtype=int) for keys in prompts]
-    reach = [(counts[:, None] >= np.arange(depth + 1)).sum(0) for counts in accepted]
-
-    def totals(own: Answers) -> tuple[Floats, Floats]:
-        tokens = [sum(own[key].new_tokens for key in keys) for keys in prompts]
-        seconds = [sum(own[key].seconds.get("total", math.nan) for key in keys) for keys in prompts]
-        return np.array(tokens, dtype=float), np.array(seconds, dtype=float)
-
-    beside = None
-    if plain is not None:
-        same = [all(answers[key].tokens == plain[key].tokens for key in keys) for keys in prompts]
-        beside = *totals(plain), np.array(same, dtype=float)
-    return Sums(np.array(reach, dtype=float), *totals(answers), beside)
-
-
-def _by_prompt(answers: Answers) -> dict[tuple, list[tuple]]:
-    """The keys of the answers to each prompt (suite, id)."""
-    prompts: dict[tuple, list[tuple]] = {}
-    for key in answers:
-        prompts.setdefault(key[:2], []).append(key)
-    return prompts
-
-
-def _summarise_suite(
-    suite: str, prompts: list[int], sums: Mapping[str, Mapping[int, Sums]], reference: str | None
-) -> list[MethodSummary]:
-    measured: dict[str, dict[str, dict[int, Jackknife]]] = {name: {} for name in sums}  # method, measure, seed
-    for name, by_seed in sums.items():
-        for seed, one in by_seed.items():
-            for measure, found in statistics.measures(one, prompts).items():
-                measured[name].setdefault(measure, {})[seed] = found
+def _summarise_suite(suite: str, sums: Mapping[str, Mapping[int, Sums]], reference: str | None) -> list[MethodSummary]:
+    rows, measured = [], {name: _measure(by_seed) for name, by_seed in sums.items()}
     gains = _compare(measured, reference) if reference else {}
-    return [
-        MethodSummary(
+    for name, by_seed in sums.items():
+        values = {m.name: _estimate(m, [*own.values()]) for m, own in measured[name].items()}
+        first = next(iter(by_seed.values()))
+        row = MethodSummary(
             suite,
             name,
-            prompts=len(prompts),
+            prompts=len(first.prompts),
             seeds=tuple(by_seed),
-            rounds=int(sum(one.reach[prompts, 0].sum() for one in by_seed.values())),
-            values={measure: _estimate(measure, [*own.values()]) for measure, own in measured[name].items()},
+            rounds=int(sum(one.reach[:, 0].sum() for one in by_seed.values())),
+            values=values,
             gains=gains.get(name, {}),
             trainings={
-                measure: {seed: float(one.values[0]) for seed, one in own.items()}
-                for measure, own in measured[name].items()
+                m.name: {seed: float(one.values[0]) for seed, one in own.items()} for m, own in measured[name].items()
             },
         )
-        for name, by_seed in sums.items()
-    ]
+        rows.append(row)
+    return rows
 
 
-def _estimate(measure: str, trainings: list[Jackknife]) -> Estimate:
-    logs = measure in LOGS
-    found = statistics.interval(statistics.mean_over(trainings, logs=logs), logs)
-    if not measure.startswith(SHARES):
+def _measure(by_seed: Mapping[int, Sums]) -> dict[Measure, dict[int, Jackknife]]:
+    """Every measure that the rounds define, by training seed; every position, also those that no round reaches."""
+    found: dict[Measure, dict[int, Jackknife]] = {}
+    for seed, sums in by_seed.items():
+        positions = [position(k) for k in range(1, sums.reach.shape[1])] if sums.drafted.any() else []
+        for measure in (*MEASURES, *positions):
+            one = measure.jackknife(sums)
+            if measure in positions or np.isfinite(one.values[0]):
+                found.setdefault(measure, {})[seed] = one
+    return found
+
+
+def _estimate(measure: Measure, trainings: list[Jackknife]) -> Estimate:
+    found = statistics.interval(statistics.mean_over(trainings, logs=measure.logs), measure.logs)
+    if measure.scale != "share":
         return found
     return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
 
 
-def _compare(measured: dict[str, dict[str, dict[int, Jackknife]]], reference: str) -> dict[str, dict[str, Comparison]]:
+def _compare(
+    measured: dict[str, dict[Measure, dict[int, Jackknife]]], reference: str
+) -> dict[str, dict[str, Comparison]]:
     """Each method's measures compared with the reference's over the seeds of both; baselines with a baseline alone."""
     gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
     others = [name for name in measured if name != reference and (reference in BASELINES or name not in BASELINES)]
     for measure, theirs in measured[reference].items():
-        means, logs = {}, measure in LOGS
+        means = {}
         for name in others:
             own = measured[name].get(measure, {})
             if seeds := [seed for seed in own if seed in theirs]:
                 pairs = [own[seed] for seed in seeds], [theirs[seed] for seed in seeds]
-                means[name] = statistics.mean_over(*pairs, logs=logs)
-        for name, gain in statistics.compare_means(means, logs).items():
-            gains[name][measure] = gain
+                means[name] = statistics.mean_over(*pairs, logs=measure.logs)
+        for name, gain in statistics.compare_means(means, measure.logs).items():
+            gains[name][measure.name] = gain
     return gains

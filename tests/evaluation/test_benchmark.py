@@ -1,18 +1,18 @@
 """`poss benchmark`: lawful records, the same answers by all methods, kill and resume."""
 
-import gzip
 import json
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 import torch
 
 from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation.benchmark import Run, benchmark
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.rounds import ANSWER_KEY, BASELINES, PARTS, read_answers, read_rounds
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.files import read_json
 from tests.support.inputs import write_suite
@@ -26,7 +26,7 @@ QUESTIONS = [
     {"id": 9, "category": None, "turns": ["The target says it.", "Answer.", "What?"]},
 ]
 METHODS = ("plain", "generate", "chain", "poss")
-FILES = ["records.jsonl", "run.json"]
+FILES = ["answers.parquet", "rounds.parquet", "run.json"]
 
 
 @pytest.fixture(scope="module")
@@ -57,33 +57,44 @@ def whole(run, tmp_path_factory) -> Path:
 
 
 def untimed(folder: Path) -> list[dict]:
-    """The lines of a folder without what differs between runs."""
-    lines = map(json.loads, (folder / "records.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+    """The rows of a folder without what differs between runs."""
+    rows = with_answers(folder).drop(columns=["seconds", *PARTS, "folder"])
+    return rows.map(lambda value: value.tolist() if hasattr(value, "tolist") else str(value)).to_dict("records")
+
+
+def with_answers(folder: Path) -> pd.DataFrame:
+    """The rounds, and what was asked and answered."""
+    rounds = read_rounds(folder)
+    return rounds.join(read_answers(rounds), on=ANSWER_KEY)
 
 
 # --- what is written ---
 
 
 def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, target):
-    """In float32. A record that can be read is lawful."""
-    records = read_records(whole)
-    found = [(record.suite, record.id, record.turn, record.repeat, record.method) for record in records]
-    assert found == [
-        ("suite", question["id"], turn, repeat, method)
+    """In float32; and the rounds give the tokens, of which the limit may have cut the last round's."""
+    rows = [*with_answers(whole).itertuples()]
+    assert [(row.suite, row.id, row.turn, row.repeat, row.method) for row in rows] == [
+        ("suite", str(question["id"]), turn, repeat, method)
         for question in QUESTIONS
         for turn in range(len(question["turns"]))
         for repeat in range(2)
         for method in METHODS
     ]
     assert [*contents(whole)] == FILES
-    assert len({(record.id, record.turn, tuple(record.tokens), record.text) for record in records}) == 6
-    for record in records:
-        (asked,) = [question for question in QUESTIONS if question["id"] == record.id]
-        assert (record.category, record.question) == (asked["category"], asked["turns"][record.turn])
-        assert "".join(record.pieces) == record.text
-        if record.turn == 0:
-            assert record.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": record.question}]))
+    assert len({(row.id, row.turn, tuple(row.tokens)) for row in rows}) == 6
+    for row in rows:
+        (asked,) = [question for question in QUESTIONS if str(question["id"]) == row.id]
+        assert row.question == asked["turns"][row.turn]
+        assert row.category == asked["category"] or (asked["category"] is None and pd.isna(row.category))
+        assert "".join(row.pieces) == target.chat.text(row.tokens.tolist()) and row.new_tokens == len(row.tokens)
+        most = 1 + sum(row.accepted) + len(row.accepted)
+        if row.method in BASELINES:
+            assert most == 1
+        else:
+            assert most - row.accepted[-1] <= row.new_tokens <= most
+        if row.turn == 0:
+            assert row.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": row.question}]))
 
 
 def test_the_order_of_methods_is_drawn_for_each_answer(target, tmp_path):
@@ -106,9 +117,9 @@ def test_with_lookup_each_draft_decodes_alone_too(run, tmp_path):
     found = {name: method.get("lookup") for name, method in facts["methods"].items()}
     assert found == {"plain": None, "lookup": None, "chain": 0, "poss": 0, "chain+lookup": 3, "poss+lookup": 3}
     assert list(facts["config"]["drafts"]) == ["chain", "poss"]
-    records = read_records(tmp_path)
-    assert {record.method for record in records} == set(found)
-    assert len({(record.turn, tuple(record.tokens)) for record in records}) == 2
+    rounds = read_rounds(tmp_path)
+    assert {*rounds["method"]} == set(found)
+    assert len(rounds.groupby(["turn", "answer"])) == 2
 
 
 def test_run_json_says_what_was_run_where_and_with_what_and_what_auto_measured(whole, run, tmp_path, target):
@@ -134,8 +145,8 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run,
     with dies_after(Run, "_decode_question", 1):
         run(tmp_path)
     (receipt,) = (tmp_path / "unfinished").glob("question-*.json")
-    begun = "".join(f"{line}\n" for line in json.loads(receipt.read_text())["records"])
-    assert begun and not (tmp_path / "records.jsonl").exists()
+    begun = [answer["seconds"]["total"] for answer in json.loads(receipt.read_text())["answers"]]
+    assert begun and not (tmp_path / "rounds.parquet").exists()
     with pytest.raises(ValueError, match=r"was begun with other settings \(repeats 2, now 1\)"):
         run(tmp_path, repeats=1)
     there = module.provenance(torch.device("cpu"))
@@ -148,7 +159,7 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run,
     facts = read_json(tmp_path / "run.json")
     assert facts["git"] != "later" and [process["git"] for process in facts["gone_on"]] == ["later"]
     assert untimed(tmp_path) == untimed(whole)
-    assert (tmp_path / "records.jsonl").read_text().startswith(begun)  # what was timed is not timed again
+    assert read_rounds(tmp_path)["seconds"].tolist()[: len(begun)] == begun  # what was timed is not timed again
     assert [*contents(tmp_path)] == FILES
 
 
@@ -158,7 +169,7 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run)
     changed = (
         "drafts None, now {}; .*limit None, now 1; max_new_tokens 12, now 11; .*methods.poss.weights '.*', now None"
     )
-    with pytest.raises(ValueError, match=rf"holds records of other settings \({changed}"):
+    with pytest.raises(ValueError, match=rf"holds rounds of other settings \({changed}"):
         run(whole, max_new_tokens=11, limit=1, drafts={})
     assert before == contents(whole)
 
@@ -179,9 +190,9 @@ def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
     tiny_tokenizer(DATED).save_pretrained(folder)
     options = {"target": str(folder), "drafts": {}, "baselines": ["plain"], "repeats": 1}
     run(tmp_path / "out", **options, chat_template_kwargs={"strftime_now": "2024-07-26"})
-    records = (tmp_path / "out" / "records.jsonl").read_bytes()
+    before = contents(tmp_path / "out")
     run(tmp_path / "out", **options)
-    assert (tmp_path / "out" / "records.jsonl").read_bytes() == records
+    assert contents(tmp_path / "out") == before
     run(tmp_path / "today", **options)
     assert untimed(tmp_path / "today")[0]["tokens"] != untimed(tmp_path / "out")[0]["tokens"]
 
@@ -199,15 +210,10 @@ def test_bad_settings_are_refused_before_anything_is_written(run, tmp_path):
 
 
 def test_what_may_be_of_others_is_not_replaced(run, tmp_path):
-    for name, content, words in (
-        ("run.json", b"mine", "holds nothing to resume"),  # it may be of anything
-        ("records.jsonl.gz", gzip.compress(b"{}"), r"records.jsonl.gz holds records: unpack it"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / name).write_bytes(content)
-        with pytest.raises((FileExistsError, ValueError), match=words):
-            run(tmp_path / name)
-        assert contents(tmp_path / name) == {name: content}
+    (tmp_path / "run.json").write_bytes(b"mine")  # it may be of anything
+    with pytest.raises(FileExistsError, match="holds nothing to resume"):
+        run(tmp_path)
+    assert contents(tmp_path) == {"run.json": b"mine"}
 
 
 # --- the context ---
@@ -216,7 +222,8 @@ def test_what_may_be_of_others_is_not_replaced(run, tmp_path):
 def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_not(run, tmp_path, caplog):
     run(tmp_path / "out", suites=[write_suite(tmp_path / "made.jsonl", ["Hi"], ["Hi", "word " * 600], ["Ho"])])
     assert "question 1 of made ends before turn 1" in caplog.text
-    assert {(record.id, record.turn) for record in read_records(tmp_path / "out")} == {(0, 0), (1, 0), (2, 0)}
+    rounds = read_rounds(tmp_path / "out")
+    assert {*zip(rounds["id"], rounds["turn"], strict=True)} == {("0", 0), ("1", 0), ("2", 0)}
 
 
 @pytest.mark.parametrize("words", ["plain words", "so <|im_start|> it is"])

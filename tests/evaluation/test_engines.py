@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.tables import all_tables
 
@@ -52,11 +52,11 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
     (tmp_path / "served.jsonl").write_text(FORMS[form])
-    records = read_records(tmp_path / "served.jsonl")
-    assert [Counter(record.accepted) for record in records] == [Counter(rounds) for rounds in ROUNDS]
-    assert "AIPerf" not in form or [(r.id, r.turn) for r in records] == [(sum(rounds), 1) for rounds in ROUNDS]
-    assert any(kind in form for kind in ("histograms", "AIPerf", "SGLang")) or [r.accepted for r in records] == ROUNDS
-    assert {(r.suite, r.method) for r in records} == {("requests", "served (engine)")}
+    rounds = read_rounds(tmp_path / "served.jsonl")
+    assert [Counter(accepted.tolist()) for accepted in rounds["accepted"]] == [Counter(own) for own in ROUNDS]
+    assert "AIPerf" not in form or rounds["id"].tolist() == [str(sum(own)) for own in ROUNDS]
+    assert {*rounds["turn"]} == {int("AIPerf" in form)}
+    assert {*zip(rounds["suite"], rounds["method"], strict=True)} == {("requests", "served (engine)")}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -73,7 +73,7 @@ def test_no_table_shows_an_order_that_no_engine_says(tmp_path, form):
     [
         ("# HELP vllm:n Number.\n", "line 1: not JSON .* --per-request-spec-decode-metrics detailed"),
         (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
-        (lines({"spec_accept_length": 2.4}), "lacks accepted, .* --per-request-spec-decode-metrics detailed"),
+        (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
         (lines({"spec_decode_acceptance": [3, 2, 1]}), "line 1: {.*3, 2, 1.*} does not say what each round accepted"),
         ("[1]", "is not a JSON object"),
     ],
@@ -81,4 +81,4 @@ def test_no_table_shows_an_order_that_no_engine_says(tmp_path, form):
 def test_a_different_form_is_refused_with_what_writes_the_right_one(tmp_path, text, words):
     (tmp_path / "metrics.txt").write_text(text)
     with pytest.raises(ValueError, match=words):
-        read_records(tmp_path / "metrics.txt")
+        read_rounds(tmp_path / "metrics.txt")

@@ -12,8 +12,8 @@ from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation import replay as module
 from poss_lightning.evaluation.provenance import describe_training
-from poss_lightning.evaluation.records import read_records
 from poss_lightning.evaluation.replay import replay
+from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.writing import write_store
 from poss_lightning.training.callbacks import DraftFolders
@@ -80,7 +80,8 @@ def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_pat
     monkeypatch.setattr(module, "_measure", lambda name, *rest: measured.append(name) or measure(name, *rest))
     replay(store, str(tmp_path / "out"), nodes=4, **given)
     assert measured == ["two"] and not (tmp_path / "out" / "unfinished").exists()
-    assert read_records(tmp_path / "whole") == read_records(tmp_path / "out") != []
+    whole, resumed = (read_rounds(tmp_path / name).drop(columns="folder") for name in ("whole", "out"))
+    assert len(whole) and whole.astype(str).equals(resumed.astype(str))
 
 
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):

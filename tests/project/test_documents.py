@@ -17,10 +17,13 @@ from omegaconf import OmegaConf
 from poss_lightning import cli
 from poss_lightning.features.writing import write_store
 from poss_lightning.losses.terms import DISTRIBUTION_TERMS
+from poss_lightning.reports.measures import MEASURES
 from poss_lightning.sweep import Sweep
 from poss_lightning.training.fit import command_line
 from tests.support import families
 from tests.support.documents import DOCUMENTS, ROOT, Command, blocks, commands, everywhere, files, parsed, shell
+from tests.support.lab import write_run
+from tests.support.synthetic import make_rows
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 from tests.support.writers import CALLBACKS, TRAINER
@@ -141,7 +144,8 @@ def test_the_worked_examples_run(desk, tiny_folder, capsys):
         for promised in ("draft-best", "draft-last", "checkpoints/last.ckpt", "config.yaml"):
             assert (here / "runs" / run / promised).exists()
     for experiment in ("allocation", "early"):
-        assert all((here / "experiments" / experiment / name).is_file() for name in ("cells.jsonl", "records.parquet"))
+        (rounds,) = (here / "experiments" / experiment).glob("choice=*/seed=0/rounds.parquet")
+        assert (rounds.parent / "run.json").is_file()
     assert "τ" in capsys.readouterr().out
 
 
@@ -169,6 +173,26 @@ def test_the_python_of_a_document_runs(document, desk, tiny_folder, target, tmp_
         assert given["output"].shape[1] > 8
     if "training" in given:
         assert given["training"].trainer.global_step == 1
+
+
+def test_the_measure_of_the_worked_example_has_its_columns(tmp_path, capsys, monkeypatch):
+    """One line is all that a measure needs; and the table of docs/experiments.md can be read."""
+    for seed in range(2):
+        for choice in ("hass", "poss-1"):
+            rows = [row | {"method": choice} for row in make_rows(("poss-1",), seed=seed)]
+            write_run(tmp_path / "experiments" / "methods" / f"choice={choice}" / f"seed={seed}", rows, {})
+    monkeypatch.chdir(tmp_path)
+    page = blocks((ROOT / "docs/extending.md").read_text(), "python")
+    (example,) = [block.text for block in page if "MEASURES" in block.text]
+    kept = [*MEASURES]
+    try:
+        exec(example, {})
+    finally:
+        MEASURES[:] = kept
+    out = capsys.readouterr().out
+    assert out.count("τ of depth 2") == 3  # methods, against the reference, by suite
+    exec(blocks((ROOT / "docs/experiments.md").read_text(), "python")[0].text, {})
+    assert "poss-1" in capsys.readouterr().out
 
 
 def test_the_family_of_the_worked_example_is_tested():

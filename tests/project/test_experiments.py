@@ -10,7 +10,7 @@ import torch
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.provenance import describe_draft
-from poss_lightning.evaluation.records import read_runs, read_sources
+from poss_lightning.evaluation.rounds import ROUNDS, read_rounds, read_runs
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.reports.findings import find, not_comparable
 from poss_lightning.sweep import Sweep
@@ -31,12 +31,13 @@ def test_the_records_of_a_sweep_have_its_settings(name):
 @pytest.mark.nightly
 def test_all_records_are_read_and_every_experiment_has_a_readme():
     """Each folder of records gives a table; its trainings had the same inputs, except where its README explains it."""
-    places = {file.parent for name in ("cells.jsonl", "records.jsonl.gz") for file in EXPERIMENTS.rglob(name)}
-    for folder in sorted(places):
-        sources = read_sources(folder)
-        baselines = {record.method for source in sources for record in source.records} & {"plain", "vllm"}
+    cells = {file.parents[2] for file in EXPERIMENTS.rglob(f"choice=*/seed=*/{ROUNDS}")}
+    runs = {file.parent for file in EXPERIMENTS.rglob(ROUNDS) if not file.parent.name.startswith("seed=")}
+    for folder in sorted(cells | runs):
+        rounds = read_rounds(folder)
+        baselines = {*rounds["method"]} & {"plain", "vllm"}
         assert find(folder, baseline=min(baselines, default="plain")).overall
-        assert not not_comparable(sources) or folder.name in ("scale", "block"), folder
+        assert not not_comparable(rounds, read_runs(rounds)) or folder.name in ("scale", "block"), folder
     index = (EXPERIMENTS / "README.md").read_text().replace("[text that the target wrote]", "[data]")
     for folder in filter(Path.is_dir, EXPERIMENTS.iterdir()):
         assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in index
@@ -53,6 +54,6 @@ def test_no_prompt_of_our_suites_is_in_the_training_text():
 def test_the_shipped_drafts_are_those_of_the_published_figures(name):
     """Figures of experiments/shipped are of weights in bfloat16, as their machines decoded."""
     method = name.removeprefix("embedded-")
-    (run,) = read_runs(EXPERIMENTS / "shipped" / "eval" / "cells" / method).values()
+    (run,) = read_runs(read_rounds(EXPERIMENTS / "shipped" / "eval" / f"choice={method}")).values()
     draft = Specialists.from_pretrained(name).to(torch.bfloat16)
     assert describe_draft(draft)["weights"] == run["methods"][method]["weights"]

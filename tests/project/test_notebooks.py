@@ -3,17 +3,15 @@
 import json
 import re
 import runpy
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from poss_lightning.evaluation.cells import pack
 from poss_lightning.features.writing import write_store
 from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
-from tests.support.lab import CHOICES, DEPTH, SEEDS
-from tests.support.synthetic import make_records
+from tests.support.lab import CHOICES, DEPTH, SEEDS, write_run
+from tests.support.synthetic import make_rows
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
@@ -33,9 +31,10 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     for place, choice in enumerate(CHOICES):
         for seed in range(SEEDS):
             facts = {"depth": DEPTH, "allocation": [DEPTH], "training_depth": DEPTH, "parameters": 12345}
-            drift = {f"{tag}/depth_{k}": [9, k * (0.1 + 0.02 * place) + 0.01 * seed] for tag in DRIFT for k in DEPTHS}
-            rows = [asdict(record) for record in make_records((choice,), prompts=3, seed=seed)]
-            pack(folder / "sweep", choice, seed, {"run": {"methods": {choice: facts}}, "scalars": drift}, rows)
+            drift = {f"{tag}/depth_{k}": k * (0.1 + 0.02 * place) + 0.01 * seed for tag in DRIFT for k in DEPTHS}
+            cell = folder / "sweep" / f"choice={choice}" / f"seed={seed}"
+            rows = make_rows((choice,), prompts=3, seed=seed)
+            write_run(cell, rows, {"methods": {choice: facts}, "scalars": drift})
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
     write_store(folder / "store", target, talks()[:1], **SIZES)

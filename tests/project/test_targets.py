@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.sweep import PlannedCell, Sweep
+from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import layer_windows
 from poss_lightning.training.flops import count_parameters, count_specialist_parameters
 from poss_lightning.training.plan import TARGETS, token_bytes
@@ -36,7 +36,7 @@ EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": 
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
 
 
-def experiment(name: str) -> dict[str, PlannedCell]:
+def experiment(name: str) -> dict[str, Cell]:
     """The cells of a target's experiment by choice."""
     own = Sweep.load(ROOT / f"conf/reproduce/{name}.yaml")
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
@@ -137,7 +137,7 @@ def test_every_command_to_reproduce_parses_and_reads_what_exists(target, monkeyp
         elif line[0] == "cp":
             assert Path(line[1]).is_file()
             made |= {line[2], str(Path(line[2]).parent)}
-    assert ran >= COMMANDS and f"experiments/{target}/cells/poss3/seed-0/draft-last" in made
+    assert ran >= COMMANDS and f"experiments/{target}/choice=poss3/seed=0/draft-last" in made
 
 
 def sweep_reads(name: str, made: set[str]) -> list[str]:

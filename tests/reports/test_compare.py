@@ -10,19 +10,19 @@ import pytest
 from scipy import stats
 
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.evaluation.cells import pack
 from poss_lightning.reports.compare import compare, print_findings, show
 from poss_lightning.reports.findings import find
+from poss_lightning.reports.measures import TAU_MACRO, TAU_MICRO
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, verdict
-from tests.support.lab import write_records
-from tests.support.synthetic import make_cells, make_records
+from tests.support.lab import write_run
+from tests.support.synthetic import make_cells, make_rows
 
 
 @pytest.fixture
 def sweep(tmp_path):
     for (choice, seed), records in make_cells(seeds=(0, 2, 10)).items():
-        write_records(tmp_path / "sweep" / choice / f"seed-{seed}", records, {})
+        write_run(tmp_path / "sweep" / f"choice={choice}" / f"seed={seed}", records, {})
     return tmp_path / "sweep"
 
 
@@ -50,15 +50,15 @@ def test_all_prints_every_table(sweep, capsys):
 
 def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     evil = "[red]\x1b[2J\n<b>"
-    records = [replace(record, method=evil) if record.method == "eagle" else record for record in make_records()]
-    write_records(tmp_path / "\x1bevil", records, {})
+    records = [row | {"method": evil} if row["method"] == "eagle" else row for row in make_rows()]
+    write_run(tmp_path / "\x1bevil", records, {})
     compare(str(tmp_path / "\x1bevil"), reference=evil, all=True)
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and r"[red]\x1b[2J <b>" in shown
 
 
 def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(tmp_path):
-    write_records(tmp_path, make_records(), {})
+    write_run(tmp_path, make_rows(), {})
     found = find(tmp_path, reference="eagle")
     assert verdict(found) == "Drafting is faster than plain. τ against eagle: larger (poss-1)."
     last = found.overall[-1]
@@ -67,7 +67,7 @@ def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(
     rows = [replace(last, method=name, gains={"tau_macro": replace(gain, **own)}) for name, own in effects.items()]
     assert verdict(found._replace(rows=rows)).endswith("larger (c); smaller (a); no difference shown (b).")
     same = replace(last, gains={"tau_macro": replace(gain, value=0.0, detectable=0.0, p=1.0)})
-    assert gain_text(same, "tau_macro") == "identical" and gain_text(same, "tau_micro") == ""
+    assert gain_text(same, TAU_MACRO) == "identical" and gain_text(same, TAU_MICRO) == ""
     slow = [replace(r, values=r.values | {"speed_up": Estimate(1.2, 0.9, 1.5)}, gains={}) for r in found.overall]
     assert verdict(found._replace(rows=slow)) == "No draft is shown to be faster than plain."
     one = [*slow[:-1], replace(last, gains={})]
@@ -75,7 +75,7 @@ def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(
 
 
 def test_the_baseline_may_be_any_method_of_the_records(tmp_path):
-    write_records(tmp_path, make_records(methods=("vllm", "eagle"), prompts=3), {})
+    write_run(tmp_path, make_rows(methods=("vllm", "eagle"), prompts=3), {})
     with pytest.raises(ValueError, match="baseline is 'plain'; these records have vllm"):
         find(tmp_path)
     for baseline, other in (("vllm", "eagle"), ("eagle", "vllm")):
@@ -85,14 +85,15 @@ def test_the_baseline_may_be_any_method_of_the_records(tmp_path):
 
 def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_path, capsys):
     for seed, digest in ((0, "aa"), (1, "bb")):
-        rows = [vars(record) for record in make_records(methods=("eagle",), seed=seed)]
+        rows = make_rows(methods=("eagle",), seed=seed)
         run = {"config": {"dtype": ("float32", "bfloat16")[seed], "max_new_tokens": 8}, "machine": f"machine {seed}"}
-        pack(tmp_path, "eagle", seed, {"inputs": {"/home/me/store": digest, "base.yaml": "cc"}, "run": run}, rows)
+        cell = {"inputs": {"/home/me/store": digest, "base.yaml": "cc"}}
+        write_run(tmp_path / "choice=eagle" / f"seed={seed}", rows, run | {"cell": cell})
     print_findings(find(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
     assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
     assert "base.yaml" not in said and "max_new_tokens" not in said
-    pack(tmp_path, "eagle", 2, {}, [row | {"prompt_tokens": 999} for row in rows])
+    write_run(tmp_path / "choice=eagle" / "seed=2", [row | {"prompt_tokens": 999} for row in rows], {})
     with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different store"):
         find(tmp_path)
 
@@ -101,7 +102,7 @@ def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
     words = "One seed alone is shared with eagle, so the interval is for other prompts: poss-1."
     assert words not in find(sweep, reference="eagle").notes
     for seed in (0, 2):
-        shutil.rmtree(sweep / "poss-1" / f"seed-{seed}")
+        shutil.rmtree(sweep / "choice=poss-1" / f"seed={seed}")
     found = find(sweep, reference="eagle")
     assert words in found.notes
     assert any("output position" in title and "(one training)" in title for title in all_tables(found))
@@ -115,22 +116,22 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
     }
     costs = {"costs": {"eagle": Costs.interpolate(0.006, {1: 0.06, 8: 0.08})._asdict()}}
     for seed, (name, config) in enumerate(configs.items()):
-        records = make_records(seed=seed)
+        records = make_rows(seed=seed)
         if name == "T = 0":  # greedy answers were replayed, which takes no time
-            records = [replace(record, seconds={}) for record in records if record.method in ("eagle", "poss-1")]
-        write_records(tmp_path / name, records, {"config": config} | costs)
+            records = [row | {"seconds": {}} for row in records if row["method"] in ("eagle", "poss-1")]
+        write_run(tmp_path / name, records, {"config": config} | costs)
     both = find(tmp_path, reference="eagle")
     for name in configs:
         alone = find(tmp_path / name, reference="eagle")
         rows = [replace(row, method=f"{row.method}, {name}") for row in alone.rows]
         assert repr([row for row in both.rows if row.method.endswith(f", {name}")]) == repr(rows)  # nan is not itself
-        assert {method: both.answers[f"{method}, {name}"] for method in alone.answers} == alone.answers
+        assert all(both.answers[f"{method}, {name}"].equals(own) for method, own in alone.answers.items())
         assert both.costs[f"eagle, {name}"] == alone.costs["eagle"]
         assert set(alone.notes) < set(both.notes)
         assert any("sized by their cost" in note for note in alone.notes) == (name == "T = 1")
-    assert (both.baseline, both.speed) == ("plain", "tokens_per_second")
+    assert (both.baseline, both.speed.name) == ("plain", "tokens_per_second")
     assert "speed-up over plain" in all_tables(both)["Methods"]
-    write_records(tmp_path / "T = 1", [r for r in records if r.method != "eagle"], {"config": configs["T = 1"]})
+    write_run(tmp_path / "T = 1", [row for row in records if row["method"] != "eagle"], {"config": configs["T = 1"]})
     with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
 
@@ -138,7 +139,7 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
 def test_a_different_draft_tree_or_target_is_refused(tmp_path):
     def write(name: str, fingerprint: str | None, **draft: str) -> None:
         config = {"temperature": float(name == "warm"), "fingerprint": fingerprint}
-        write_records(tmp_path / name, make_records(), {"methods": {"eagle": {"depth": 6} | draft}, "config": config})
+        write_run(tmp_path / name, make_rows(), {"methods": {"eagle": {"depth": 6} | draft}, "config": config})
 
     write("cut", None)
     write("warm", "12", tree="fixed")  # older runs say neither
@@ -159,13 +160,13 @@ def test_a_different_draft_tree_or_target_is_refused(tmp_path):
 def naive_columns(records, by):
     """What rounds accepted, by the beginning of their column, then by prompt."""
     columns = defaultdict(lambda: defaultdict(list))
-    for record in records:
+    for row in records:
         before = 1  # the prefill's token
-        for accepted in record.accepted:
+        for accepted in row["accepted"]:
             position = max(begin for begin in (0, 32, 64, 128, 256) if begin <= before)
-            length = max(begin for begin in (0, 128, 256, 512, 1024) if begin <= record.prompt_tokens)
-            column = {"position": position, "input": length, "category": record.category}[by]
-            columns[column][record.suite, record.id].append(accepted)
+            length = max(begin for begin in (0, 128, 256, 512, 1024) if begin <= row["prompt_tokens"])
+            column = {"position": position, "input": length, "category": row["category"]}[by]
+            columns[column][row["suite"], row["id"]].append(accepted)
             before += accepted + 1
     return [[*columns[begin].values()] for begin in sorted(columns)]
 
@@ -182,11 +183,11 @@ def naive_tau(prompts):
 
 
 def test_tables_of_lengths_are_what_counting_gives(tmp_path):
-    records = [
-        replace(each, prompt_tokens=(127, 128, 255, 1024)[2 * each.turn + each.repeat], category=str(each.id // 4))
-        for each in make_records(methods=("eagle", "poss-1"), rounds=80)
-    ]
-    write_records(tmp_path, records, {})
+    records = make_rows(methods=("eagle", "poss-1"), rounds=80)
+    for row in records:
+        row["prompt_tokens"] = (127, 128, 255, 1024)[2 * row["turn"] + row["repeat"]]
+        row["category"] = str(int(row["id"]) // 4)
+    write_run(tmp_path, records, {})
     tables = all_tables(find(tmp_path, baseline="eagle"))
     names = {
         "position": ["0–31", "32–63", "64–127", "128–"],
@@ -197,20 +198,20 @@ def test_tables_of_lengths_are_what_counting_gives(tmp_path):
         table = tables[LENGTHS[by]]
         assert list(table.columns) == ["method", *named]
         for method, *texts in table.itertuples(index=False):
-            own = [record for record in records if record.method == method]
+            own = [row for row in records if row["method"] == method]
             assert texts == [naive_tau(prompts) for prompts in naive_columns(own, by)]
 
 
 def test_measured_costs_are_shown(tmp_path):
     costs = Costs.interpolate(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
-    write_records(tmp_path, make_records(), {"costs": {"eagle": costs._asdict()}})
+    write_run(tmp_path, make_rows(), {"costs": {"eagle": costs._asdict()}})
     found = find(tmp_path)
     assert found.costs == {"eagle": costs}
     tables = all_tables(found)
     (row,) = tables["What drafting costs on this machine"].to_dict("records")
     assert [*row.values()] == ["eagle", "60.0", "6.0", "80.0", "1.53", "90.0", "1.90"]  # (2 * 6 + 80) / 60, ...
     parts = tables["Milliseconds per new token"].set_index("method").astype(float)
-    records = [record for record in make_records() if record.method == "eagle"]
-    total = 1000 * sum(r.seconds["total"] for r in records) / sum(r.new_tokens for r in records)
+    records = [row for row in make_rows() if row["method"] == "eagle"]
+    total = 1000 * sum(row["seconds"]["total"] for row in records) / sum(row["new_tokens"] for row in records)
     assert list(parts.columns) == ["verify", "rest"]  # the others took no time
     assert parts.loc["eagle"].to_list() == pytest.approx([0.8 * total, 0.2 * total], abs=0.05)

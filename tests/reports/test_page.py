@@ -3,7 +3,6 @@
 import re
 import shutil
 from collections import Counter
-from dataclasses import asdict, replace
 from itertools import product
 
 import numpy as np
@@ -12,15 +11,21 @@ from markupsafe import escape
 from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.cells import pack
-from poss_lightning.evaluation.records import read_records
+from poss_lightning.evaluation.provenance import write_run as write_json
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import split_rounds
-from poss_lightning.reports.scalars import group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
+from poss_lightning.reports.scalars import (
+    group_by_choice,
+    last_values,
+    mean,
+    mean_by_step,
+    read_scalars,
+    series_by_depth,
+)
 from poss_lightning.reports.tables import overview, verdict
-from tests.support.lab import CHOICES, write_lab, write_records
-from tests.support.synthetic import make_records
+from tests.support.lab import CHOICES, write_lab, write_run
+from tests.support.synthetic import make_rows
 
 EVIL = "</script><script>alert(1)</script>\x00\x7f\x9b"
 
@@ -37,8 +42,8 @@ def lab(tmp_path_factory):
 def hostile(tmp_path_factory):
     """The page over records whose every foreign text tries to break out, and whose names are of one machine."""
     run = tmp_path_factory.mktemp("hostile") / "run"
-    records = [replace(r, method=EVIL if r.method == "eagle" else r.method, question=EVIL) for r in make_records()]
-    records = [replace(r, text=EVIL, pieces=None) if r.method == "generate" else r for r in records]
+    records = [r | {"method": EVIL if r["method"] == "eagle" else r["method"], "question": EVIL} for r in make_rows()]
+    records = [r | {"pieces": [EVIL]} if r["method"] == "generate" else r for r in records]
     places = ["/home/SECRET/x y", r"C:\Users\SECRET\store", "s3://KEY:SECRET@bucket/store", "~/SECRET/a", "../SECRET/b"]
     facts = {
         "config": {"target": "/home/SECRET/target", "drafts": dict(enumerate(places))},
@@ -46,7 +51,7 @@ def hostile(tmp_path_factory):
         "machine": EVIL,
         "started": "2026-11-23T10:00:00+00:00",
     }
-    write_records(run, records, facts)
+    write_run(run, records, facts)
     return page_of(run, reference=EVIL)
 
 
@@ -77,24 +82,26 @@ def test_the_page_shows_the_numbers_of_the_terminal_and_answers_after_their_ques
         assert all(f"<td>{escape(text)}</td>" in page for text in texts)
     for words in ("τ macro − eagle", "pos-acc by position", "cosine to the target", "validation loss", "By suite"):
         assert words in page
-    assert page.count('role="img"') == 2 + 1 + 5 + 1  # comparisons, acceptance, by depth, by step
-    record = next(r for r in read_records(sweep / "eagle" / "seed-0") if r.method == "eagle")
+    assert page.count('role="img"') == 3 + 1 + 5 + 1  # comparisons, acceptance, by depth, by step
+    record = next(row for row in make_rows(("plain", "generate", "eagle")) if row["method"] == "eagle")
     first = page[page.index("<h2>Decoded text") :]
-    assert first.index(record.question) < first.index('<div class="answer">')
-    assert f"eagle: {record.new_tokens} tokens in {len(record.accepted)} rounds" in first
+    assert first.index(record["question"]) < first.index('<div class="answer">')
+    assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
 
 
 def test_seconds_measured_apart_are_not_shown_side_by_side(tmp_path):
     for choice in CHOICES:
-        write_records(tmp_path / "sweep" / choice / "seed-0", make_records(methods=("plain", choice)), {"methods": {}})
-    write_records(tmp_path / "turns", make_records(methods=("plain", *CHOICES)), {"methods": {}})
+        write_run(
+            tmp_path / "sweep" / f"choice={choice}" / "seed=0", make_rows(methods=("plain", choice)), {"methods": {}}
+        )
+    write_run(tmp_path / "turns", make_rows(methods=("plain", *CHOICES)), {"methods": {}})
     pages = [page_of(tmp_path / name, reference="eagle") for name in ("sweep", "turns")]
     assert ["Milliseconds" in page for page in pages] == [False, True]
 
 
 def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
-    replayed = [replace(record, seconds={}, text="", pieces=None) for record in make_records(methods=("eagle",))]
-    write_records(tmp_path / "run", replayed, {})
+    replayed = [row | {"seconds": {}, "pieces": None} for row in make_rows(methods=("eagle",))]
+    write_run(tmp_path / "run", replayed, {})
     (tmp_path / "run" / "run.json").unlink()
     page, found = page_of(tmp_path / "run"), find(tmp_path / "run")
     assert list(overview(found).columns) == ["method", "τ"] and not verdict(found)
@@ -103,7 +110,7 @@ def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
 
 def test_methods_are_defined_below_the_title(tmp_path):
     facts = {"methods": {"eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}}
-    write_records(tmp_path / "run", make_records(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
+    write_run(tmp_path / "run", make_rows(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
     page = page_of(tmp_path / "run")
     assert re.findall("<li>(.*)</li>", page[page.index("</h1>") : page.index("<table")]) == [
         "plain: the target alone, one token per step",
@@ -114,13 +121,12 @@ def test_methods_are_defined_below_the_title(tmp_path):
 
 
 def test_spans_are_the_rounds_and_have_every_piece_once():
-    record = next(record for record in make_records() if record.method == "eagle")
-    short = replace(record, accepted=[2, 0], new_tokens=5, tokens=[0] * 5, pieces=["a", "b", "\n", "c", "d"])
-    assert split_rounds(short) == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
-    cut = replace(record, accepted=[0, 3], new_tokens=4, tokens=[0] * 4, pieces=list("abcd"))  # by the limit
-    assert split_rounds(cut) == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
-    for record in make_records():
-        assert "".join(text for _, text in split_rounds(record)).split() == record.text.split()
+    short = split_rounds([2, 0], ["a", "b", "\n", "c", "d"])
+    assert short == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
+    cut = split_rounds([0, 3], list("abcd"))  # by the limit
+    assert cut == [("plain", "a"), ("bonus", "b"), ("accepted", "cd")]
+    for row in make_rows():
+        assert "".join(text for _, text in split_rounds(row["accepted"], row["pieces"])) == "".join(row["pieces"])
 
 
 def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_values_of_a_cell(tmp_path):
@@ -133,11 +139,11 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
     assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
     assert drift[2] == [(10, pytest.approx(0.8)), (20, pytest.approx(0.9))]
 
-    cell, rows = tmp_path / "cells/poss-1/seed-0", [asdict(record) for record in make_records(methods=("poss-1",))]
-    pack(tmp_path, "poss-1", 0, {"scalars": {tag: series[-1] for tag, series in events.items()}}, rows)
+    cell = tmp_path / "choice=poss-1" / "seed=0"
+    write_json(cell, {"scalars": last_values(events)})
     (last,) = read_scalars(cell).values()
-    assert last.keys() == events.keys() and all(len(series) == 1 for series in last.values())
-    shutil.copytree(training, cell)
+    assert last == {tag: [(0, pytest.approx(series[-1][1], 1e-4))] for tag, series in events.items()}
+    shutil.copytree(training, cell, dirs_exist_ok=True)
     assert list(read_scalars(cell).values()) == [events]
     with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
         read_scalars(tmp_path / "nowhere")
@@ -145,7 +151,7 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
 
 def test_runs_are_named_without_what_their_paths_share():
     own = {"loss": [(1, 0.5)]}
-    runs = {f"out/{choice}/seed-{seed}": own for choice in ("a", "b") for seed in (0, 1)}
+    runs = {f"out/choice={choice}/seed={seed}": own for choice in ("a", "b") for seed in (0, 1)}
     assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
     assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
 

@@ -7,29 +7,30 @@ import pytest
 from scipy import stats
 
 from benchmarks import coverage
+from poss_lightning.reports.measures import sum_by_prompt
 from poss_lightning.reports.statistics import Jackknife, Mean, compare_means, crossed_error, detectable, holm, mean_over
-from poss_lightning.reports.summary import SHARES, group, sum_by_prompt
-from tests.support.synthetic import make_cells, make_records, over_seeds, rows_of
+from poss_lightning.reports.summary import split_methods
+from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
 
 
 def naive_measures(records, method):
-    own = [record for record in records if record.method == method]
-    rounds = [accepted for record in own for accepted in record.accepted]
-    prompts = dict.fromkeys((record.suite, record.id) for record in own)
-    by_prompt = [[a for r in own if (r.suite, r.id) == prompt for a in r.accepted] for prompt in prompts]
-    seconds = sum(record.seconds["total"] for record in own)
+    own = [record for record in records if record["method"] == method]
+    rounds = [accepted for record in own for accepted in record["accepted"]]
+    prompts = dict.fromkeys((record["suite"], record["id"]) for record in own)
+    by_prompt = [[a for r in own if (r["suite"], r["id"]) == prompt for a in r["accepted"]] for prompt in prompts]
+    seconds = sum(record["seconds"]["total"] for record in own)
     return {
         "tau_macro": np.mean([np.mean(own) + 1 for own in by_prompt if own]),
         "pos_acc_2": sum(a >= 2 for a in rounds) / sum(a >= 1 for a in rounds),
-        "tokens_per_second": math.log(sum(record.new_tokens for record in own) / seconds),
+        "tokens_per_second": math.log(sum(record["new_tokens"] for record in own) / seconds),
     }
 
 
 @pytest.mark.parametrize("measure", ["tau_macro", "pos_acc_2", "tokens_per_second"])
 def test_an_interval_is_the_jackknife_prompt_by_prompt(measure):
-    records = make_records(prompts=3)
-    prompts = sorted({(record.suite, record.id) for record in records})
-    others = [[record for record in records if (record.suite, record.id) != prompt] for prompt in prompts]
+    records = make_rows(prompts=3)
+    prompts = sorted({(record["suite"], record["id"]) for record in records})
+    others = [[r for r in records if (r["suite"], r["id"]) != prompt] for prompt in prompts]
     value, *without = (naive_measures(each, "eagle")[measure] for each in (records, *others))
     own = len(prompts) * value - (len(prompts) - 1) * np.array(without)
     half = stats.t.ppf(0.975, len(own) - 1) * stats.sem(own)
@@ -61,12 +62,12 @@ def test_the_crossed_error_is_the_textbooks():
 
 
 def prompt_means(records, method):
-    sums = sum_by_prompt(group(records)[method], 3)
+    sums = sum_by_prompt(split_methods(frame(records))[method], 3)
     return sums.reach.sum(1) / sums.reach[:, 0]
 
 
 def test_one_training_of_each_is_scipys_paired_t_test_over_prompts():
-    records = make_records()
+    records = make_rows()
     rows = rows_of(records, reference="eagle")
     test = stats.ttest_rel(*(prompt_means(records, method) for method in ("poss-1", "eagle")))
     gain, ends = rows["poss-1"].gains["tau_macro"], test.confidence_interval()
@@ -105,7 +106,7 @@ def test_holm_equals_its_definition():
 
 @pytest.mark.parametrize("depth", [3, 8])  # 3: the most accepted; beyond it positions are never reached
 def test_tau_is_one_plus_the_products_of_pos_acc(depth):
-    for row in rows_of(make_records(), depths={"eagle": depth, "poss-1": depth}).values():
+    for row in rows_of(make_rows(), depths={"eagle": depth, "poss-1": depth}).values():
         if row.rounds:
             shares = np.nan_to_num([share.value for share in row.pos_acc])
             assert len(shares) == depth
@@ -113,8 +114,8 @@ def test_tau_is_one_plus_the_products_of_pos_acc(depth):
 
 
 def test_intervals_of_shares_stay_between_0_and_1():
-    for row in rows_of(make_records(prompts=2, rounds=4)).values():
-        shares = [value for name, value in row.values.items() if name.startswith(SHARES)]
+    for row in rows_of(make_rows(prompts=2, rounds=4)).values():
+        shares = [*row.pos_acc, *(value for name, value in row.values.items() if name == "identical")]
         assert all(0 <= share.low <= share.high <= 1 for share in shares if share.interval())
 
 

@@ -1,26 +1,25 @@
 """Summaries of methods: which prompts and seeds count, and what cannot be compared."""
 
-from dataclasses import replace
-
 import pytest
 
-from poss_lightning.reports.summary import by_method, group, summarise
-from tests.support.synthetic import make_cells, make_records, over_seeds, rows_of
+from poss_lightning.evaluation.rounds import read_rounds, write_rounds
+from poss_lightning.reports.summary import by_method, split_methods, summarise
+from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
 
-RECORDS = make_records()
+RECORDS = make_rows()
 
 
 def test_few_prompts_have_values_but_no_intervals():
     for prompts in (1, 2):
-        row = rows_of(make_records(suites=("chat",), prompts=prompts), reference="eagle")["poss-1"]
+        row = rows_of(make_rows(suites=("chat",), prompts=prompts), reference="eagle")["poss-1"]
         assert row.values["tau_micro"].value > 1 and row.gains["tau_macro"].text() != "–"
         assert not any(one.interval() for one in (*row.values.values(), *row.gains.values()))
 
 
 def test_identical_counts_prompts_not_answers():
-    records = make_records(methods=("plain", "generate"), suites=("chat",), prompts=4)
-    other = [r for r in records if (r.id, r.turn, r.repeat, r.method) == (2, 1, 0, "generate")]
-    rows = rows_of([replace(r, tokens=r.tokens[::-1]) if r in other else r for r in records])
+    records = make_rows(methods=("plain", "generate"), suites=("chat",), prompts=4)
+    other = {"id": "2", "turn": 1, "repeat": 0, "method": "generate"}
+    rows = rows_of([r | {"tokens": r["tokens"][::-1]} if other.items() <= r.items() else r for r in records])
     assert rows["generate"].values["identical"].value == 0.75
     assert not {"identical", "speed_up", "tau_macro"} & rows["plain"].values.keys()
 
@@ -28,10 +27,10 @@ def test_identical_counts_prompts_not_answers():
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_prompts_without_rounds_add_no_certainty(seeds):
     """As if they had not been asked; at a position, those that never reach it."""
-    cells, idle = make_cells(seeds=range(seeds)), {"new_tokens": 1, "tokens": [0], "accepted": [], "pieces": None}
-    asked = {cell: [record for record in records if record.id != 1] for cell, records in cells.items()}
+    cells, idle = make_cells(seeds=range(seeds)), {"new_tokens": 1, "tokens": [0], "accepted": []}
+    asked = {cell: [record for record in records if record["id"] != "1"] for cell, records in cells.items()}
     for cell, records in cells.items():
-        cells[cell] = [replace(r, **idle) if r.id == 1 and r.method != "plain" else r for r in records]
+        cells[cell] = [r | idle if r["id"] == "1" and r["method"] != "plain" else r for r in records]
     found, expected = over_seeds(cells)["poss-1"], over_seeds(asked)["poss-1"]
     for measure in ("tau_macro", "tau_micro", "pos_acc_2"):
         for own, other in ((found.values, expected.values), (found.gains, expected.gains)):
@@ -54,13 +53,13 @@ def test_only_shared_seeds_are_paired():
     [
         (RECORDS[:-1], None, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
         ([*RECORDS, RECORDS[2]], None, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
-        ([replace(RECORDS[0], prompt_tokens=9), *RECORDS[1:]], None, "prompts of 9 and 10 tokens at chat/0 turn 0"),
+        ([RECORDS[0] | {"prompt_tokens": 9}, *RECORDS[1:]], None, "prompts of 9 and 10 tokens at chat/0 turn 0"),
         (RECORDS, "hass", "reference is 'hass'; these records have the methods plain, gen"),
     ],
 )
 def test_records_that_cannot_be_compared_are_refused(records, reference, said):
     with pytest.raises(ValueError, match=said):
-        summarise(by_method(records), reference=reference)
+        summarise(by_method(frame(records)), reference=reference)
 
 
 def test_trainings_that_cannot_be_compared_are_refused():
@@ -72,12 +71,20 @@ def test_trainings_that_cannot_be_compared_are_refused():
         over_seeds(cells | {("eagle", 1): own[:-8]})
 
 
-def test_replays_must_share_their_tokens():
-    records = [replace(record, seconds={}) for record in make_records(methods=("eagle", "poss-1"), prompts=1)]
-    group(records)
-    changed = [replace(r, tokens=[*r.tokens[:3], 99, *r.tokens[4:]]) if r.method == "poss-1" else r for r in records]
+def test_replays_must_share_their_tokens(tmp_path):
+    """Decoded answers may differ by ties, and prompts of later turns contain answers."""
+    records = [row | {"seconds": {}} for row in make_rows(methods=("eagle", "poss-1"), prompts=1)]
+
+    def check(name: str, change: dict, **timed) -> None:
+        changed = [row | timed | (change if row["method"] == "poss-1" else {}) for row in records]
+        write_rounds(tmp_path / name, changed)
+        split_methods(read_rounds(tmp_path / name))
+
+    other = [*range(3), 99, *range(4, 100)]
     with pytest.raises(ValueError, match="replays of different answers at chat/0 turn 0"):
-        group(changed)
-    group([replace(record, seconds={"total": 1.0}) for record in changed])  # decoded answers may differ by ties
-    later = [replace(r, prompt_tokens=12) if (r.turn, r.method) == (1, "eagle") else r for r in records]
-    group(later)  # later turns contain answers
+        check("other", {"tokens": other})
+    check("timed", {"tokens": other}, seconds={"total": 1.0})
+    check("longer", {"tokens": [*range(100)]})
+    later = [row | {"prompt_tokens": 12} if (row["turn"], row["method"]) == (1, "eagle") else row for row in records]
+    records = later
+    check("later", {})

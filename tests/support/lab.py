@@ -1,13 +1,13 @@
-"""A made-up sweep for the report: records and event files of two choices, in folders CHOICE/seed-N."""
+"""A made-up sweep for the report: records and event files of two choices, in folders choice=NAME/seed=N."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation import records
-from poss_lightning.evaluation.records import Record
-from tests.support.synthetic import make_records
+from poss_lightning.evaluation.rounds import Row, write_rounds
+from tests.support.synthetic import make_rows
 
 CHOICES = ("eagle", "poss-1")
 SEEDS = 3
@@ -19,16 +19,15 @@ def write_lab(folder: Path) -> None:
     """A sweep's folder; what was there is overwritten."""
     for choice in CHOICES:
         for seed in range(SEEDS):
-            cell = folder / choice / f"seed-{seed}"
-            own = make_records(methods=("plain", "generate", choice), seed=seed)
-            write_records(cell, own, {"methods": {choice: {"depth": DEPTH}}, "config": {"seed": seed}})
+            cell = folder / f"choice={choice}" / f"seed={seed}"
+            own = make_rows(methods=("plain", "generate", choice), seed=seed)
+            write_run(cell, own, {"methods": {choice: {"depth": DEPTH}}, "config": {"seed": seed}})
             write_events(cell, seed, gain=0.1 * CHOICES.index(choice))
 
 
-def write_records(folder: Path, own: list[Record], facts: dict) -> None:
-    """`records.jsonl` and `run.json`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "records.jsonl").write_text("".join(records.to_line(record) + "\n" for record in own))
+def write_run(folder: Path, rows: Sequence[Row], facts: dict) -> None:
+    """`rounds.parquet`, `answers.parquet` and `run.json`."""
+    write_rounds(folder, rows)
     (folder / "run.json").write_text(json.dumps(facts))
 
 

@@ -55,7 +55,7 @@ def main() -> int:
     unseen = 0
     with tempfile.TemporaryDirectory() as place:
         copy = Path(place) / "copy"
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "cells", "__pycache__"))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "__pycache__"))
         if failed := failing(copy, " ".join(mutant.tests for mutant in MUTANTS)):
             print(f"without a fault\n    {failed}")
             return 1

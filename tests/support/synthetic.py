@@ -1,25 +1,28 @@
-"""Made-up benchmark records, and rounds drawn with known acceptance, for the tests of statistics and report."""
+"""Made-up rows of benchmarks, and rounds drawn with known acceptance, for the tests of statistics and report."""
 
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import pandas as pd
 from scipy.special import expit
 
-from poss_lightning.evaluation.records import BASELINES, Record
+from poss_lightning.evaluation.rounds import BASELINES, read_rounds, write_rounds
 from poss_lightning.reports.summary import ALL, by_choice, by_method, summarise
 
 SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by position
 
 
-def make_records(
+def make_rows(
     methods: tuple[str, ...] = ("plain", "generate", "eagle", "poss-1"),
     suites: tuple[str, ...] = ("chat", "code"),
     prompts: int = 5,
     rounds: int = 20,
     seed: int = 0,
-) -> list[Record]:
+) -> list[dict]:
     """Every method on `prompts` prompts a suite, two turns, two repeats; prompts differ in how hard they are."""
-    draw, records = np.random.default_rng(seed), []
+    draw, rows = np.random.default_rng(seed), []
     for suite, prompt in product(suites, range(prompts)):
         hardness = draw.normal(0, 0.05)
         for turn, repeat, method in product(range(2), range(2), methods):
@@ -28,38 +31,48 @@ def make_records(
             accepted = [[*positions, False].index(False) for positions in held]
             length = 1 + (sum(accepted) + drafted or rounds)
             total = 0.05 * (drafted or length) * draw.uniform(0.9, 1.1)
-            words = [f"w{place} " for place in range(length)]
-            which = {"suite": suite, "id": prompt, "turn": turn, "method": method, "repeat": repeat, "seed": 0}
-            record = Record(
-                **which,
-                prompt_tokens=10,
-                new_tokens=length,
-                accepted=accepted,
-                seconds={"verify": 0.8 * total, "total": total},
-                tokens=list(range(length)),
-                text="".join(words).strip(),
-                pieces=words,
-                question=f"What is {suite} {prompt}, asked the {turn + 1}. time?",
-            )
-            records.append(record)
-    return records
+            row = {
+                "suite": suite,
+                "id": str(prompt),
+                "turn": turn,
+                "method": method,
+                "repeat": repeat,
+                "prompt_tokens": 10,
+                "new_tokens": length,
+                "accepted": accepted,
+                "seconds": {"verify": 0.8 * total, "total": total},
+                "tokens": list(range(length)),
+                "pieces": [f"w{place} " for place in range(length)],
+                "question": f"What is {suite} {prompt}, asked the {turn + 1}. time?",
+            }
+            rows.append(row)
+    return rows
 
 
-def rows_of(records, **options):
-    found = summarise(by_method(records), **({"baseline": "plain"} | options))
+def frame(rows: list[dict], choice: str | None = None, seed: int | None = None) -> pd.DataFrame:
+    """The rounds of a run, or of a sweep's cell."""
+    with TemporaryDirectory() as folder:
+        place = Path(folder, f"choice={choice}", f"seed={seed}") if choice else Path(folder)
+        write_rounds(place, rows)
+        return read_rounds(folder)
+
+
+def rows_of(rows, **options):
+    found = summarise(by_method(frame(rows)), **({"baseline": "plain"} | options))
     return {row.method: row for row in found if row.suite == ALL}
 
 
 def make_cells(seeds=(0, 1, 2)):
     return {
-        (choice, seed): make_records(("plain", choice), seed=10 * seed + place, prompts=4)
+        (choice, seed): make_rows(("plain", choice), seed=10 * seed + place, prompts=4)
         for place, choice in enumerate(SHARES)
         for seed in seeds
     }
 
 
 def over_seeds(cells):
-    found = summarise(by_choice(cells), baseline="plain", reference="eagle")
+    rounds = pd.concat([frame(rows, *cell) for cell, rows in cells.items()])
+    found = summarise(by_choice(rounds), baseline="plain", reference="eagle")
     return {row.method: row for row in found if row.suite == ALL}
 
 

@@ -14,6 +14,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
+from poss_lightning.evaluation.rounds import PARTS
 from poss_lightning.files import TEMPORARY
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.export import load_checkpoint
@@ -224,8 +225,8 @@ RESUMED = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedul
 def result(folder: Path) -> dict[str, object]:
     """The content of a folder by file, without times, rates and the number of processes.
 
-    Of TensorBoard files what was logged first of a step that was logged twice is left out; of a sweep the order of its
-    trainings. Of a checkpoint only what training resumes from is compared.
+    Of TensorBoard files what was logged first of a step that was logged twice is left out; of a sweep the order of
+    answers. Of a checkpoint only what training resumes from is compared.
     """
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
@@ -247,11 +248,10 @@ def result(folder: Path) -> dict[str, object]:
 def content(path: Path) -> Any:
     if path.name in ("run.json", "cell.json"):
         return timeless(json.loads(path.read_text()))
-    if path.name in ("records.jsonl", "cells.jsonl"):
-        lines = [timeless(json.loads(line)) for line in path.read_text().splitlines()]
-        return lines if path.name == "records.jsonl" else sorted(lines, key=json.dumps)
     if path.suffix == ".parquet":
-        return sorted(json.dumps(row) for row in pyarrow.parquet.read_table(path).to_pylist())
+        rows = pyarrow.parquet.read_table(path, partitioning=None).to_pylist()
+        timed = ("seconds", *PARTS)
+        return sorted(json.dumps({name: value for name, value in row.items() if name not in timed}) for row in rows)
     if path.suffix == ".ckpt":
         stored = load_checkpoint(path)
         return timeless({name: stored.get(name) for name in RESUMED})

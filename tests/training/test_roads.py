@@ -93,7 +93,7 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, tr
             fit_once(cell.folder, *cell.layers)
         cell_options = trained.pop()
         logger = cell_options["trainer"].pop("logger")
-        assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed-11"
+        assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed=11"
         del expected["trainer"]["logger"]
         assert cell_options == expected
 

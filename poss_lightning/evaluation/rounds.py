@@ -1,0 +1,192 @@
+"""Rounds: a table with a row for each decoded answer, and what each of its rounds accepted. Every figure comes from it.
+
+A folder of `poss benchmark` or `poss replay`, and each cell of a sweep (EXPERIMENT/choice=NAME/seed=N), holds
+
+  rounds.parquet     a row per answer, see `read_rounds`; written last, so it is the mark of a finished measurement
+  answers.parquet    the tokens of each answer, once, see `read_answers`; those of a sweep's cells lie in EXPERIMENT
+  run.json           how they were made: resolved config, versions, git SHA, device, and depth and size of each draft
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from poss_lightning.evaluation.engines import read_engine
+from poss_lightning.files import atomic, read_json
+
+ROUNDS, ANSWERS, RUN = "rounds.parquet", "answers.parquet", "run.json"
+CELL = "cell.json"  # in a folder that is trained or measured by `poss sweep`
+UNFINISHED = "unfinished"  # folder beside them while a command is running; see `work.py`
+RUN_FILES = (UNFINISHED, ROUNDS, CELL)  # one of them is in every folder that has, or will have, rounds
+PLAIN = "plain"  # the target alone, in our own loop
+BASELINES = (PLAIN, "generate", "lookup", "vllm")  # methods without rounds, or whose rounds are not kept
+KEY = ["suite", "id", "turn", "repeat"]  # what tells the answers of a method apart
+PARTS = ("prefill", "draft", "verify", "commit", "round", "measure", "capture")
+SCHEMA = pa.schema(
+    {
+        "method": pa.string(),
+        "suite": pa.string(),
+        "id": pa.string(),
+        "turn": pa.int32(),
+        "repeat": pa.int32(),
+        "prompt_tokens": pa.int32(),
+        "new_tokens": pa.int32(),
+        "accepted": pa.list_(pa.int16()),
+        "seconds": pa.float64(),
+        **dict.fromkeys(PARTS, pa.float64()),
+        "category": pa.string(),
+        "answer": pa.int64(),
+    }
+)
+ANSWER_SCHEMA = pa.schema(
+    {
+        "suite": pa.string(),
+        "id": pa.string(),
+        "turn": pa.int32(),
+        "answer": pa.int64(),
+        "tokens": pa.list_(pa.int32()),
+        "pieces": pa.list_(pa.string()),
+        "question": pa.string(),
+    }
+)
+ANSWER_KEY = ["suite", "id", "turn", "answer"]
+
+Paths = Iterable[str | Path] | str | Path
+Row = Mapping[str, Any]  # of both tables, before `write_rounds` parts them
+
+
+def read_rounds(paths: Paths) -> pd.DataFrame:
+    """Read the rounds of benchmarks, replays, sweeps or serving engines: a row per answer.
+
+    - `choice`, `seed`: of the training, where a sweep made it
+    - `method`
+    - `suite`, `id`, `turn` (of the conversation, from 0), `repeat` (from 0): which answer
+    - `prompt_tokens`: earlier turns included; 0 where an engine measured: it gives no lengths, and rounds in no order
+    - `new_tokens`: a stop token included
+    - `accepted`: an array of the drafted tokens that each round accepted, empty for `BASELINES`. The prefill gives one
+      token and a round accepted + 1, the last of which is the bonus, or a stop token in its place. All rounds together
+      give `new_tokens`, or more where the limit cut the last round
+    - `seconds`: in all; nan where nothing was timed, as by `poss replay`
+    - `prefill`, `draft`, `verify`, `commit`: seconds of them; `round`, of the last three in a CUDA graph
+    - `measure`, `capture`: seconds beside these, in which `tree: auto` measured the machine and graphs were captured
+    - `category`: of the question
+    - `answer`: a number, the same for the same tokens after one prompt, see `read_answers`
+    - `folder`: where the rounds lie
+
+    Args:
+        paths: folders with rounds in them or below, files of engines (see `engines.py`), or a single one of these.
+
+    Raises:
+        FileNotFoundError: no such file, or a folder without rounds.
+        ValueError: no path; or a file that is not an engine's.
+    """
+    listed = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not listed or any(not str(path).strip() for path in listed):
+        raise ValueError(f"records is {[*map(str, listed)]}; name folders of rounds, or files of engines")
+    tables = [_read(file) for path in listed for file in find_rounds(Path(path))]
+    return pd.concat(tables, ignore_index=True)
+
+
+def read_answers(rounds: pd.DataFrame) -> pd.DataFrame:
+    """Read `tokens`, `pieces` (the text of each) and `question` of answers, by suite, id, turn and answer."""
+    folders = [Path(folder) for folder in rounds["folder"].unique()]
+    files = {place / ANSWERS: None for folder in folders for place in (folder, folder.absolute().parents[1])}
+    tables = [_read_table(file, ANSWER_SCHEMA) for file in files if file.is_file()]
+    answers = pd.concat(tables) if tables else pd.DataFrame(columns=ANSWER_SCHEMA.names)
+    return answers.drop_duplicates(ANSWER_KEY).set_index(ANSWER_KEY)
+
+
+def read_runs(rounds: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Read the run.json of each folder of rounds that has one."""
+    files = {folder: Path(folder, RUN) for folder in rounds["folder"].unique()}
+    return {folder: read_json(file) for folder, file in files.items() if file.is_file()}
+
+
+def write_rounds(folder: Path, rows: Sequence[Row]) -> None:
+    """Write rounds.parquet and answers.parquet.
+
+    Args:
+        rows: the columns of `read_rounds` and `read_answers`, but for `choice`, `seed` and `folder`, which the path
+            gives, and `answer`; `seconds` by part, and "total", or {}. `tokens` may be more than `new_tokens`.
+    """
+    rows = [{**row, **row["seconds"], "answer": _number(row["tokens"])} for row in rows]
+    _write_answers(folder, rows)
+    _write(
+        folder / ROUNDS,
+        [{**row, "seconds": row.get("total")} for row in rows],
+        SCHEMA,
+    )
+
+
+def move_answers(cell: Path, experiment: Path) -> None:
+    """Move the answers of a cell into those of its experiment; only one process at a time may do so."""
+    files = [file for place in (experiment, cell) if (file := place / ANSWERS).is_file()]
+    if cell / ANSWERS in files:
+        tables = [pq.read_table(file, schema=ANSWER_SCHEMA, partitioning=None) for file in files]
+        _write_answers(experiment, pa.concat_tables(tables).to_pylist())
+        (cell / ANSWERS).unlink()
+
+
+def check_method_names(drafts: Iterable[str]) -> None:
+    """Raise ValueError where a draft's name is not a string, or is that of a method without rounds."""
+    for name in drafts:
+        if not isinstance(name, str):
+            raise ValueError(f"a draft is named {name}, which YAML reads as {type(name).__name__}: quote it")
+    if clash := set(drafts) & set(BASELINES):
+        raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
+
+
+def find_rounds(path: Path) -> list[Path]:
+    """Files of rounds: the path itself, that in it, those of an experiment's cells, or all below."""
+    if path.is_file():
+        return [path]
+    for place in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):
+        if files := sorted(path.glob(place)):
+            return files
+    if (path / UNFINISHED).is_dir():
+        raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
+    raise FileNotFoundError(f"{path}: no such file; give a folder with a {ROUNDS} in it or below, or an engine's file")
+
+
+def _read(file: Path) -> pd.DataFrame:
+    is_ours = file.name == ROUNDS
+    rounds = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(read_engine(file), SCHEMA).to_pandas()
+    cell = re.search(r"/choice=([^/]+)/seed=(\d+)$", file.absolute().parent.as_posix())
+    places = {
+        "choice": (cell and cell[1], "str"),
+        "seed": (cell and int(cell[2]), "Int64"),
+        "folder": (str(file.parent), "str"),
+    }
+    return rounds.assign(**{name: pd.Series(value, rounds.index, kind) for name, (value, kind) in places.items()})
+
+
+def _read_table(file: Path, schema: pa.Schema) -> pd.DataFrame:
+    return pq.read_table(file, schema=schema, partitioning=None).to_pandas()
+
+
+def _write_answers(folder: Path, rows: Sequence[Row]) -> None:
+    """Write each answer once."""
+    answers = {tuple(row[name] for name in ANSWER_KEY): row for row in rows}
+    _write(folder / ANSWERS, list(answers.values()), ANSWER_SCHEMA)
+
+
+def _write(file: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
+    """Write the columns that have any value; files of cells are small, so each column and its statistics count."""
+    table = pa.Table.from_pylist(rows, schema)
+    table = table.select([name for name in table.column_names if table[name].null_count < len(table)])
+    with atomic(file) as path:
+        pq.write_table(
+            table, path, compression="zstd", compression_level=19, write_statistics=False, store_schema=False
+        )
+
+
+def _number(tokens: Sequence[int]) -> int:
+    """31 bits of a digest: enough to tell the answers to one prompt apart."""
+    return int.from_bytes(hashlib.sha256(json.dumps(list(tokens)).encode()).digest()[:4]) >> 1
