@@ -388,16 +388,3 @@ def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
     wait_until(began.exists)
     os.killpg(parent.pid, signal.SIGINT)
     assert parent.wait() and saved.exists()
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
-def test_a_training_apart_ends_with_its_sweep(tmp_path):
-    """Otherwise it would write into a folder whose lock is free."""
-    pid = tmp_path / "pid"
-    parent = train_apart(tmp_path, f"echo $$ > {pid}.tmp; mv {pid}.tmp {pid}; exec sleep 60")
-    wait_until(pid.exists)
-    facts = Path("/proc") / pid.read_text().strip() / "stat"
-    parent.kill()
-    parent.wait()
-    wait_until(lambda: not facts.exists() or " Z " in facts.read_text())

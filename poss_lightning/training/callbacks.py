@@ -2,24 +2,24 @@
 
 import logging
 import math
+import os
 import signal
+import subprocess
 import sys
-import threading
 import time
-from types import FrameType
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.flops import step_flops
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.run_folder import folder_of
+from poss_lightning.training.run_folder import LAST, check_trainer_folder, folder_of
+from poss_lightning.training.stopping import Stop
 from poss_lightning.training.strategies import save_draft
 
 CHECKPOINT_STEPS, GPU_CHECKPOINT_STEPS = 200, 2000  # between two checkpoints
@@ -45,6 +45,7 @@ class DraftFolders(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         """Forget the best score where the folder has no best draft, as in a training that resumes elsewhere."""
+        check_trainer_folder(trainer)
         if not trainer.strategy.broadcast((folder_of(trainer) / "draft-best").is_dir()):
             self.best = -math.inf
 
@@ -118,12 +119,12 @@ class StepLines(lightning.Callback):
         logger.info("step %d of %d%s, %.2f steps/s", step, total, shown, rate)
 
 
-class LastCheckpoint(ModelCheckpoint):
-    """Writes `checkpoints/last.ckpt`, to resume from, every so many steps and at the end.
+class LastCheckpoint(Checkpoint):
+    """Writes `checkpoints/last.ckpt`, to resume from, every so many steps, after each validation and at the end.
 
-    On Ctrl-C or SIGTERM the training finishes its step, and the validation that runs or is due, writes the checkpoint
-    and ends. A second signal ends it at once, without a checkpoint. So does the first one where there are several
-    processes, which it reaches in different steps. Lightning's `save_on_exception` would save within a step.
+    On Ctrl-C, SIGTERM, or SLURM's SIGUSR1, to one process or to all, every process finishes its step, or its batch of a
+    validation, which the resumed training repeats from its beginning. Then they write the checkpoint and end. Only the
+    validation after the last step is finished first. A second signal ends them at once, without a checkpoint.
 
     Args:
         every_n_train_steps: optimizer steps between checkpoints, the most that a killed process loses. None is for
@@ -132,64 +133,84 @@ class LastCheckpoint(ModelCheckpoint):
 
     @check_numbers
     def __init__(self, every_n_train_steps: Count | None = None):
-        self.by_device = every_n_train_steps is None
-        self.interrupt: BaseException | None = None  # raised after the step
-        super().__init__(
-            every_n_train_steps=every_n_train_steps or CHECKPOINT_STEPS,
-            save_top_k=0,
-            save_last=True,
-            enable_version_counter=False,  # always the same file
-        )
+        self.every = every_n_train_steps
+        self.stop: Stop | None = None  # of the training that runs
+        self.repeats = False  # whether a resumed training repeats the validation
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        if self.by_device and trainer.strategy.root_device.type == "cuda":
-            self._every_n_train_steps = GPU_CHECKPOINT_STEPS
-        super().setup(trainer, pl_module, stage)
+        """Replace Lightning's handlers, which broadcast within a step, and its broadcast before every batch."""
+        trainer._signal_connector.register_signal_handlers = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it would wait for the device
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """Handle signals; Lightning restores the earlier handlers when the training ends."""
-        super().on_train_start(trainer, pl_module)
-        self.interrupt = None
-        if trainer.world_size == 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._handle_signal)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # nohup ignores it
-                signal.signal(signal.SIGINT, self._handle_signal)
+        check_trainer_folder(trainer)
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        self.every = self.every or (GPU_CHECKPOINT_STEPS if on_gpu else CHECKPOINT_STEPS)
+        self.stop = Stop(trainer)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Save, unless a validation or the last checkpoint follows: a run killed in a validation must repeat it."""
-        loop = trainer.fit_loop
-        due = self.interrupt or trainer.global_step % self._every_n_train_steps == 0
-        if not due or loop.epoch_loop._should_accumulate() or _is_last_step(trainer):
+        """Save and stop, unless a validation follows, which a killed training must repeat, or the last checkpoint."""
+        if trainer.fit_loop.epoch_loop._should_accumulate():
             return
-        validates = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
-        if not trainer.strategy.reduce_boolean_decision(validates, all=False):  # a time limit may differ by process
-            self._save_step(trainer, *args)
+        ends, due = _is_last_step(trainer), trainer.global_step % self.every == 0
+        if saves := due and not ends and not _validates(trainer):
+            self._save(trainer)
+        if self.stop.here() and not ends and not _validates(trainer):
+            self._end(trainer, saved=saves)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.on_validation_batch_end(trainer)
+
+    def on_validation_batch_end(self, trainer: lightning.Trainer, *args, **kwargs) -> None:
+        if trainer.state.fn == "fit" and trainer.global_step > 0 and self.stop.here() and not _is_last_step(trainer):
+            self.repeats = True
+            self._end(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last_step(trainer):
-            self._save_step(trainer, pl_module, None, None, 0)
+            self._save(trainer)
+            if self.stop.here():
+                self._end(trainer, saved=True)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+        self.stop.arrived.set()
+        self._save(trainer)
+        self.stop.close()
+        if self.stop.asked.is_set():  # else a sweep would start its next training
+            raise self.stop.interrupt()
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, exception: BaseException) -> None:
+        if self.stop:
+            self.stop.close()
+
+    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, checkpoint: dict) -> None:
+        """Let the validation's progress be that of its first batch, from which Lightning repeats it as a whole."""
+        if self.repeats:
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
+            done = progress["total"]["completed"] - progress["current"]["completed"]
+            progress["total"].update(ready=done + 1, started=done + 1, processed=done, completed=done)
+            progress["current"].update(ready=1, started=1, processed=0, completed=0)
+
+    def _save(self, trainer: lightning.Trainer) -> None:
         if not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
-            super().on_train_end(trainer, pl_module)  # writes it only if there is none
-            if self.last_model_path:
-                trainer.save_checkpoint(self.last_model_path)
-        if self.interrupt:  # else a sweep would start its next training
-            raise self.interrupt
+            trainer.save_checkpoint(folder_of(trainer) / LAST)
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.interrupt:
-            raise self.interrupt
-        self.interrupt = KeyboardInterrupt() if number == signal.SIGINT else SIGTERMException()
-        logger.info("stopping after this step and its validation; a second signal stops at once, without a checkpoint")
+    def _end(self, trainer: lightning.Trainer, saved: bool = False) -> None:
+        if not saved:
+            self._save(trainer)
+        last = folder_of(trainer) / LAST
+        if trainer.is_global_zero:
+            logger.info("stopped at step %d: --ckpt_path %s resumes", trainer.global_step, last)
+            if self.stop.number == signal.SIGUSR1:
+                subprocess.call(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+        raise self.stop.interrupt()
 
-    def _save_step(self, trainer: lightning.Trainer, *args) -> None:
-        interrupt = self.interrupt
-        if not interrupt:
-            return super().on_train_batch_end(trainer, *args)
-        if not self._should_skip_saving_checkpoint(trainer):
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-        raise interrupt
+
+def _validates(trainer: lightning.Trainer) -> bool:
+    """Whether a validation follows the step, in any process: a time limit may differ between them."""
+    loop = trainer.fit_loop
+    follows = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
+    return trainer.strategy.reduce_boolean_decision(follows, all=False)
 
 
 def _is_last_step(trainer: lightning.Trainer) -> bool:

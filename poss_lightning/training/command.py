@@ -4,13 +4,11 @@ Every training starts here: from the terminal, a sweep's cell, the demo or a use
 """
 
 import logging
-import signal
-import sys
+import os
 import threading
 import warnings
 from argparse import ArgumentError
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import copy_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,14 +16,10 @@ from typing import Any, Literal
 
 import yaml
 from lightning import Trainer
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from poss_lightning.configs import config_files, explain_option, set_up_parser
 from poss_lightning.features.datamodule import FeatureData
@@ -39,13 +33,14 @@ from poss_lightning.training.help import PRECISION, SHORT_HELP, choose_help
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.resume import fetch_checkpoint
 from poss_lightning.training.run_folder import (
+    AUTO,
     LAST,
     check_unused,
     expand_home,
     folder_of,
-    name_folder,
     only_training,
-    stay_in_folder,
+    place_training,
+    was_killed_early,
 )
 from poss_lightning.training.strategies import prepare
 
@@ -89,13 +84,10 @@ class Training(LightningCLI):
                 )
         except MisconfigurationException as error:
             raise ValueError(str(error)) from error
-        except SystemExit as ended:  # Lightning would end a process that SIGTERM stopped with code 0
-            if not (hasattr(self, "trainer") and self.trainer.interrupted):
-                raise
-            self._say_how_to_resume()
-            if isinstance(ended, SIGTERMException):
-                sys.exit(128 + signal.SIGTERM)
-            raise KeyboardInterrupt from None
+        except SystemExit as ended:  # Lightning's, also of Ctrl-C, which should end a sweep, too
+            if ended.code == 1 and hasattr(self, "trainer") and self.trainer.interrupted:
+                raise KeyboardInterrupt from None
+            raise
 
     @property
     def options(self) -> Any:
@@ -133,19 +125,18 @@ class Training(LightningCLI):
         actions = self._parser(command)._actions
         files, types = config_files(rest), {each.dest: getattr(each, "_typehint", each.type) for each in actions}
         try:
-            with _no_environment():
-                # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.
-                self.config = copy_context().run(parser.parse_args, [command, *rest])
+            # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.
+            self.config = copy_context().run(parser.parse_args, [command, *rest])
         except ArgumentError as error:
             if str(error).startswith("argument data.source"):  # the parser's words for both being given
                 raise ArgumentError(None, "model.store is the store of the data: name it as --data.store") from error
             raise explain_option(error, files, types, rest) from error
         except OmegaConfBaseException as error:  # a reference to an option that is not there
             option = str(error.full_key).removeprefix(f"{command}.")
-            reason = str(error).splitlines()[0].removeprefix("ValueError raised while resolving interpolation: ")
+            reason = str(error).splitlines()[0]
             raise explain_option(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
-        name_folder(self.options)
         expand_home(self.options)
+        place_training(self.options)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would replace the given options by those of the checkpoint."""
@@ -159,7 +150,7 @@ class Training(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Refuse a broken checkpoint before anything is loaded; Lightning reads it much later."""
         path = self.options.ckpt_path
-        if self.until != "done" or not path or path in ("best", "last", "hpc"):  # Lightning finds these
+        if self.until != "done" or path in (None, AUTO):
             return
         if "://" in path:
             folder = self._held.enter_context(TemporaryDirectory())
@@ -185,8 +176,6 @@ class Training(LightningCLI):
                 f"srun --ntasks-per-node {devices}, or unset SLURM_NTASKS"
             )
         prepare(trainer.strategy)
-        if self.options.ckpt_path:
-            stay_in_folder(trainer, self.options.ckpt_path)
         return trainer
 
     # --- the run ---
@@ -205,17 +194,17 @@ class Training(LightningCLI):
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
+        options, numbered = self.options, getattr(self.trainer.logger, "_version", "") is None
         folder = folder_of(self.trainer)
-        # Where Lightning saves on SLURM's signal, and resumes by itself.
-        self.trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]
-        requeued = any(folder.glob("hpc_ckpt_*.ckpt")) and SLURMEnvironment.detect()
-        is_new = not self.options.ckpt_path and not requeued
-        if is_new:
-            check_unused(folder)
+        self.trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]  # not a stranger's
+        if options.ckpt_path == AUTO and numbered:
+            raise ValueError(f"ckpt_path is {AUTO}, but every training gets a new folder: give --name")
+        if options.ckpt_path == AUTO or (not options.ckpt_path and "SLURM_RESTART_COUNT" in os.environ):
+            options.ckpt_path = str(folder / LAST) if (folder / LAST).is_file() else None
         if self.trainer.is_global_zero:
-            self._held.enter_context(only_training(folder))
-            if is_new:  # again: meanwhile another process may have trained there
-                check_unused(folder)
+            self._held.enter_context(only_training(folder, options.ckpt_path))
+        elif not was_killed_early(folder):
+            check_unused(folder, options.ckpt_path)
 
     def after_fit(self) -> None:
         callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
@@ -232,28 +221,6 @@ class Training(LightningCLI):
                 "checkpoints/last.ckpt"
             )
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
-
-    def _say_how_to_resume(self) -> None:
-        last = folder_of(self.trainer) / LAST
-        if self.trainer.state.fn == "fit" and self.trainer.is_global_zero:
-            how = f"--ckpt_path {last} resumes" if last.exists() else "there is no checkpoint yet to resume from"
-            how = "the training is finished" if self.trainer.fit_loop.done else how
-            logger.info("stopped at step %d: %s", self.trainer.global_step, how)
-
-
-@contextmanager
-def _no_environment() -> Iterator[None]:
-    """Refuse `${oc.env:…}`: a config from elsewhere could send a secret away, or have it written into config.yaml."""
-    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # before 2.4
-
-    def refuse(*name: Any) -> None:
-        raise ValueError("a config takes nothing from the environment: write the value, or give it in the terminal")
-
-    register("oc.env", refuse, replace=True)
-    try:
-        yield
-    finally:
-        register("oc.env", oc.env, replace=True)
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -14,10 +14,8 @@ The folder of a training, which is that of its logger, holds
   fit.yaml, finished                                 of `fit_once`: what it was given, and a mark that it is done
 """
 
-import ctypes
 import gc
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from math import inf
@@ -28,14 +26,12 @@ from typing import Any
 import yaml
 
 from poss_lightning.configs import locate_configs
-from poss_lightning.draft.folder import CONFIG, WEIGHTS
 from poss_lightning.draft.specialists import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
-from poss_lightning.training.run_folder import FINISHED, LAST, has_outputs, only_training
+from poss_lightning.training.run_folder import CHECKPOINTS, FINISHED, LAST, clear, has_outputs, only_training
 
-OPTIONS, EVENTS = "fit.yaml", "events.out.tfevents.[0-9]*.*.[0-9]*"
-CHECKPOINTS = (LAST.name, "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
+OPTIONS = "fit.yaml"
 
 Layer = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or a mapping of options
 
@@ -104,14 +100,14 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
             "has; choose a different folder or remove it"
         )
     if not finished.exists():
-        with only_training(folder):
-            if note.exists():
-                _clear(folder, restart=not last.exists())
+        with only_training(folder, last):
+            (folder / "hparams.yaml").unlink(missing_ok=True)  # a kill may have torn it, and no logger replaces it
+            if note.exists() and not last.exists():
+                clear(folder)
             with atomic(note) as path:
                 path.write_text(settings)
         place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
-        more = {"trainer": {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}}
-        more |= {"ckpt_path": str(last)} if last.exists() else {}
+        more = {"trainer": {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}, "ckpt_path": "auto"}
         if compose(*layers, more)["trainer"]["devices"] == 1:
             fit(*layers, more)
             gc.collect()  # trainer and module refer to each other, and a sweep's next training needs their memory
@@ -124,35 +120,16 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
     return draft
 
 
-def _clear(folder: Path, restart: bool) -> None:
-    """Remove what a killed training left and the next one would not overwrite; on `restart`, all it wrote."""
-    (folder / "hparams.yaml").unlink(missing_ok=True)  # it may be torn, and the logger does not replace it
-    if restart:
-        remove(folder, EVENTS)  # else the scalars of the killed training count as the next one's
-        for name in ("draft-best", "draft-last"):
-            remove(folder / name, CONFIG, WEIGHTS)
-        remove(folder / LAST.parent, *CHECKPOINTS)  # Lightning's may be written before the first last one
-
-
 def _fit_apart(arguments: list[str]) -> None:
     """Run `poss fit` as a process of its own.
 
     Lightning starts the processes of the other devices with the command line of the first. Were that `poss sweep`, each
-    would sweep, too. On Linux the training ends when this process does, however that ends: else it would keep writing
-    to its folder while the same command, started again, trains there.
+    would sweep, too.
     """
-    parent, libc = os.getpid(), ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def end_with_parent() -> None:
-        if libc:
-            libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; Lightning passes it on to its other processes
-        if os.getppid() != parent:  # it ended before that
-            os._exit(1)
-
     command = [sys.executable, "-P", "-m", "poss_lightning.cli", "fit", *arguments]
     safe = os.environ | {"PYTHONSAFEPATH": "1"}  # -P for the processes it starts: no modules of the current folder
     safe.pop("SLURM_NTASKS", None)  # else Lightning takes the sweep's tasks for this training's processes
-    training = Popen(command, env=safe, preexec_fn=end_with_parent if libc else None)
+    training = Popen(command, env=safe)
     try:
         code = training.wait()
     except KeyboardInterrupt:  # the terminal signals both processes, and the training ends after its step

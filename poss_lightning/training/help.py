@@ -25,7 +25,8 @@ SHORT_HELP = {
     "trainer.check_val_every_n_epoch": "null lets the interval count batches across epochs (default: %(default)s)",
     "trainer.log_every_n_steps": "steps between two points in TensorBoard (default: %(default)s)",
     "trainer.logger": "a Lightning logger by its class, such as CSVLogger or WandbLogger (default: TensorBoard's)",
-    "ckpt_path": "a training's checkpoints/last.ckpt, to resume or to validate (default: %(default)s)",
+    "ckpt_path": "a training's checkpoints/last.ckpt, to resume or to validate; auto: that of --name, if there is one "
+    "(default: %(default)s)",
 }
 
 

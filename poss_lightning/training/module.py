@@ -24,7 +24,13 @@ from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, Position, ShareOrNone, Size, Tokens, Weight, refuse_numbers
 from poss_lightning.training.optimizers import NormGuard, check_precision, check_trainer, make_optimizer, schedule_rate
-from poss_lightning.training.resume import adopt_rate, check_same_draft, epoch_steps, restore_schedule
+from poss_lightning.training.resume import (
+    check_same_draft,
+    check_same_optimizer,
+    continue_schedule,
+    epoch_steps,
+    restore_schedule,
+)
 from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.validation import ValidationMetrics
@@ -173,6 +179,9 @@ class SpecialistTraining(lightning.LightningModule):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
         check_trainer(self.hparams["optimizer"], self.trainer)
 
+    def on_train_start(self) -> None:
+        continue_schedule(self.trainer, self.hparams["learning_rate"])
+
     def configure_optimizers(self):
         optimizer = make_optimizer(self.draft, self.hparams, self.trainer)
         schedule = schedule_rate(optimizer, self.hparams["warmup"], self.trainer)
@@ -275,7 +284,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None:
             if self.trainer.state.fn == "fit":
-                adopt_rate(checkpoint, self.hparams)
+                check_same_optimizer(checkpoint, self.hparams)
             restore_schedule(self.trainer, checkpoint)
 
     # --- shared by training and validation ---

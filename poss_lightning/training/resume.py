@@ -9,6 +9,7 @@ from typing import Any
 import fsspec
 import lightning
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.features.datamodule import FeatureData
@@ -61,12 +62,8 @@ def check_same_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None
             )
 
 
-def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Put the learning rate of a training's options into the checkpoint that it resumes from.
-
-    Raises:
-        ValueError: an option differs that the optimizer's state depends on.
-    """
+def check_same_optimizer(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Raise ValueError where an option differs that the optimizer's state depends on."""
     before = checkpoint["hyper_parameters"]
     for name in ("optimizer", "betas", "weight_decay"):
         was, now = (list(v) if isinstance(v, tuple) else v for v in (before[name], options[name]))
@@ -75,13 +72,23 @@ def adopt_rate(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
                 f"{name} is {now}, and this training began with {was}: leave it, or start a new training with "
                 "--model.start_from"
             )
-    if (factor := options["learning_rate"] / before["learning_rate"]) == 1:
-        return
-    rank_zero_warn(f"the learning rate is {options['learning_rate']} from here, it was {before['learning_rate']}")
-    for group in (group for optimizer in checkpoint["optimizer_states"] for group in optimizer["param_groups"]):
-        group.update({name: factor * group[name] for name in ("lr", "initial_lr") if name in group})
-    for schedule in checkpoint["lr_schedulers"]:
-        schedule.update({name: [factor * rate for rate in schedule[name]] for name in ("base_lrs", "_last_lr")})
+
+
+def continue_schedule(trainer: lightning.Trainer, maximum: float) -> None:
+    """Set the rate of a resumed training to the one of its schedule, whose maximum or last step may have changed."""
+    for schedule in (each.scheduler for each in trainer.lr_scheduler_configs):
+        if not trainer.ckpt_path or not isinstance(schedule, LambdaLR):
+            continue
+        step, before = schedule.last_epoch, schedule.get_last_lr()
+        schedule.base_lrs = [maximum] * len(before)
+        schedule._last_lr = [maximum * share(step) for share in schedule.lr_lambdas]
+        for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+            group["lr"] = rate
+        if schedule._last_lr != before:
+            rank_zero_warn(
+                f"the schedule of the learning rate continues at step {step} of {trainer.estimated_stepping_batches}: "
+                f"the rate is {schedule._last_lr[0]:.3g} from here, it was {before[0]:.3g}"
+            )
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:

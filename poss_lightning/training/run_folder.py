@@ -1,7 +1,7 @@
-"""The folder of a training: its name and place, what it holds, and that only one training writes there."""
+"""The folder of a training: where it is, what it holds, and that only one training writes there."""
 
+import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -9,41 +9,63 @@ from typing import Any
 
 import lightning
 from jsonargparse import Namespace
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
+from poss_lightning.draft.folder import CONFIG, WEIGHTS
+from poss_lightning.files import remove
 from poss_lightning.work import Work
 
 LAST = Path("checkpoints", "last.ckpt")
+AUTO = "auto"  # of ckpt_path: the folder's last.ckpt, if there is one
 FINISHED = "finished"  # mark of `fit_once`
+EVENTS = "events.out.tfevents.[0-9]*.*.[0-9]*"
+CHECKPOINTS = (LAST.name, "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
+
+logger = logging.getLogger(__name__)
 
 
-def name_folder(options: Any) -> None:
-    """Apply `--name NAME`: the folder runs/NAME of TensorBoard's logger, or the name of the loggers that are given."""
-    if (name := options.name) is None:
-        return
-    trainer, options.name = options.trainer, None  # config.yaml has it as the logger's
-    if trainer.logger in (None, True):
+def place_training(options: Any) -> None:
+    """Let loggers write into runs/NAME, or without a name into the folder of the checkpoint that a training resumes.
+
+    The config.yaml of a training that was moved or copied names the old folder, which may hold a different training.
+    """
+    trainer, name, resumed = options.trainer, options.name, _folder_of_checkpoint(options.ckpt_path)
+    job = os.environ.get("SLURM_JOB_ID") if SLURMEnvironment.detect() else None
+    if job and name is None and resumed is None and trainer.logger in (None, True):
+        name = f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
+    options.name = None  # config.yaml has it as the logger's
+    if trainer.logger in (None, True) and (name is not None or resumed):
         place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
         trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
-    for logger in _loggers(options):
-        if not hasattr(logger, "init_args"):
-            raise ValueError(f"name is {name!r}, but trainer.logger is {logger}: a folder needs a logger")
-        logger.init_args.name = name
+    for each in _loggers(options):
+        if name is not None:
+            if not hasattr(each, "init_args"):
+                raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
+            each.init_args.name = name
+        elif resumed and not hasattr(each, "init_args"):
+            trainer.default_root_dir = str(resumed)
+        elif resumed and each.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
+            each.init_args.save_dir, each.init_args.name, each.init_args.version = *map(str, os.path.split(resumed)), ""
+        elif resumed:  # of every other logger `save_dir` is the folder
+            each.init_args.save_dir = str(resumed)
 
 
 def expand_home(options: Any) -> None:
-    """Expand `~` in paths, which Lightning does for TensorBoard alone, and there it would expand `$NAME`, too."""
+    """Expand `~` in paths, which Lightning does for TensorBoard alone."""
     places = [(logger.init_args, "save_dir") for logger in _loggers(options) if hasattr(logger, "init_args")]
     for owner, name in [(options, "ckpt_path"), (options.trainer, "default_root_dir"), *places]:
-        if "$" in (place := str(owner.get(name) or "")):
-            raise ValueError(f"{name} is {place!r}: a config takes nothing from the environment: write the path")
-        if place:
+        if place := owner.get(name):
             owner[name] = os.path.expanduser(place)
 
 
 def _loggers(options: Any) -> list[Any]:
     given = options.trainer.logger
     return given if isinstance(given, list) else [given]
+
+
+def _folder_of_checkpoint(address: str | Path | None) -> Path | None:
+    path = Path(os.path.abspath(address or ""))
+    return path.parents[1] if path.parent.name == LAST.parent.name and "://" not in str(address) else None
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:
@@ -56,21 +78,46 @@ def has_outputs(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
 
 
-def check_unused(folder: Path) -> None:
-    """Raise FileExistsError where a training has left something."""
-    last = folder / LAST
-    if has_outputs(folder) and (last.is_file() or "SLURM_RESTART_COUNT" not in os.environ):  # a requeued job restarts
-        other = "choose another --name"
-        how = f"resume with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
-        raise FileExistsError(f"{folder} holds a training already: {how}")
+def was_killed_early(folder: Path) -> bool:
+    """Whether a training there has no checkpoint yet, or was killed before its first."""
+    return _work(folder).folder.is_dir() and not (folder / LAST).is_file()
+
+
+def check_unused(folder: Path, checkpoint: str | Path | None) -> None:
+    """Raise FileExistsError where a training has left something, unless `checkpoint` is its own."""
+    if not has_outputs(folder):
+        return
+    if checkpoint and folder.resolve() in [each.resolve() for each in Path(os.path.abspath(checkpoint)).parents[:2]]:
+        return
+    last, other = folder / LAST, "choose another --name"
+    how = f"resume with --ckpt_path {last}, or {other}" if last.is_file() else f"remove it, or {other}"
+    which = f"a training already, and not that of {checkpoint}" if checkpoint else "a training already"
+    raise FileExistsError(f"{folder} holds {which}: {how}")
+
+
+def check_trainer_folder(trainer: lightning.Trainer) -> None:
+    """Raise FileExistsError where a trainer that begins, or resumes, would overwrite a different training."""
+    folder = folder_of(trainer)
+    if trainer.is_global_zero and (trainer.ckpt_path or trainer.global_step == 0) and not trainer.fast_dev_run:
+        check_unused(folder, trainer.ckpt_path)
 
 
 @contextmanager
-def only_training(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in the folder: a second one gets ValueError before it writes anything."""
-    work, new = Work(folder / "unfinished"), [place for place in (folder, *folder.parents) if not place.exists()]
+def only_training(folder: Path, checkpoint: str | Path | None = None) -> Iterator[None]:
+    """Keep other processes from training in the folder, and start over where one was killed early.
+
+    Raises:
+        FileExistsError: the folder holds a different training than that of the checkpoint.
+        ValueError: another process trains there.
+    """
+    work, killed = _work(folder), was_killed_early(folder)
+    new = [place for place in (folder, *folder.parents) if not place.exists()]
     with work.exclusive(wait=False):
         try:
+            if killed and has_outputs(folder) and not (folder / LAST).is_file():
+                logger.info("%s: a training was killed here before its first checkpoint: starting over", folder)
+                clear(folder)
+            check_unused(folder, checkpoint)
             yield
         finally:
             work.clear()
@@ -79,12 +126,13 @@ def only_training(folder: Path) -> Iterator[None]:
                     place.rmdir()
 
 
-def stay_in_folder(trainer: lightning.Trainer, checkpoint: str | Path) -> None:
-    """Let a logger that numbers its folders use the one of the checkpoint to resume from, and not the next number."""
-    folder = Path(checkpoint).resolve().parent.parent
-    for logger in trainer.loggers:
-        if not isinstance(logger, CSVLogger | TensorBoardLogger) or logger._version is not None:
-            continue
-        if Path(logger.root_dir or "").resolve() == folder.parent:
-            number = re.fullmatch(r"version_(0|[1-9]\d*)", folder.name)
-            logger._version = int(number[1]) if number else folder.name
+def clear(folder: Path) -> None:
+    """Remove all that a training wrote: its scalars would count as the next one's."""
+    for name in ("draft-best", "draft-last"):
+        remove(folder / name, CONFIG, WEIGHTS)
+    remove(folder / LAST.parent, *CHECKPOINTS)  # Lightning's may be written before the first last one
+    remove(folder, EVENTS)
+
+
+def _work(folder: Path) -> Work:
+    return Work(folder / "unfinished")

@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.ranks import QUIET
+
+LAST = "checkpoints/last.ckpt"
 
 
 class Killed(Exception):
@@ -52,3 +55,7 @@ def fit(store, folder, kill=None, resume=None, every=1, model=None, **options):
     data = FeatureData(store, batch_tokens=256, validation=0.2)
     trainer.fit(module, data, ckpt_path=resume and folder / resume)
     return module, trainer, kill.seen
+
+
+def same_weights(one: SpecialistTraining, other: SpecialistTraining) -> bool:
+    return all(map(torch.equal, one.draft.parameters(), other.draft.parameters()))

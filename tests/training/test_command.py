@@ -12,13 +12,14 @@ import yaml
 from lightning_utilities.core.imports import RequirementCache
 
 from poss_lightning.work import Work
-from tests.support.command import left, says
+from tests.support.command import left, run_in, says
 from tests.support.stores import contents
 
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
 ONE = (*SHORT, "--trainer.max_steps", "1", "--trainer.limit_val_batches", "0")
 AGAIN = ("--name", "run", "--trainer.default_root_dir", ".")
 LAST = "run/checkpoints/last.ckpt"
+AUTO = ("--ckpt_path", "auto")
 RESUME = ("fit", "--config", "run/config.yaml", "--ckpt_path", LAST)
 
 
@@ -57,7 +58,7 @@ def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss
 def test_it_resumes_in_its_folder_with_the_given_options(poss, begin, tmp_path):
     assert begin().code is None
     given = ("--model.learning_rate", "1e-5", "--model.warmup", "0.5", "--trainer.max_steps", "2")
-    with pytest.warns(UserWarning, match="the learning rate is 1e-05 from here, it was 3e-05"):
+    with pytest.warns(UserWarning, match="continues at step 1 of 2: the rate is 1e-05 from here, it was 0"):
         assert poss(*RESUME, *given).code is None
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None
@@ -68,6 +69,57 @@ def test_it_resumes_in_its_folder_with_the_given_options(poss, begin, tmp_path):
     assert poss(*RESUME[:4], tmp_path / LAST, *elsewhere).code is None
     assert left(tmp_path / "run/checkpoints") == ["last.ckpt"]
     assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
+
+
+def test_a_moved_or_copied_training_resumes_where_its_checkpoint_lies(poss, begin, small, tmp_path):
+    """And not in the folder that its config.yaml names, which has a different training by then."""
+    begin()
+    (tmp_path / "run").rename(tmp_path / "old")
+    shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    begin("--model.allocation", "[1, 1]")
+    (tmp_path / "link").symlink_to("old")
+    (tmp_path / "below").mkdir()
+    before = contents(tmp_path / "run")
+    for step, (place, named, current) in enumerate(
+        (
+            ("old", "old", "."),
+            ("copy", "copy", "."),
+            ("old", tmp_path / "old", "."),
+            ("old", "link", "."),
+            ("old", "../old", "below"),
+            ("old", ".", "old"),
+        ),
+        start=2,
+    ):
+        resume = ("fit", "--config", f"{named}/config.yaml", "--ckpt_path", f"{named}/checkpoints/last.ckpt")
+        assert run_in(tmp_path / current, *resume, "--trainer.max_steps", step).code is None
+        assert torch.load(tmp_path / place / "checkpoints/last.ckpt", weights_only=True)["global_step"] == step
+    here = poss("fit", "--config", "old/config.yaml", "--ckpt_path", "old/checkpoints/last.ckpt", "--name", "run")
+    says(here, "fit", "run holds a training already, and not that of old/checkpoints/last.ckpt: resume with")
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_training_killed_before_its_first_checkpoint_starts_over(begin, tmp_path, caplog):
+    """And one killed later resumes, by the same command."""
+    begin()
+    whole = torch.load(tmp_path / LAST, weights_only=True)["state_dict"]
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    says(begin(*AUTO), "fit", "run holds a training already: remove it, or choose another --name")
+    (tmp_path / "run/unfinished").mkdir()
+    (tmp_path / "run/unfinished/work.lock").touch()
+    caplog.set_level("INFO")
+    assert begin(*AUTO).code is None
+    assert "run: a training was killed here before its first checkpoint: starting over" in caplog.messages
+    again = torch.load(tmp_path / LAST, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert len([*(tmp_path / "run").glob("events.*")]) == 1 and not (tmp_path / "run/unfinished").exists()
+    assert begin(*AUTO, "--trainer.max_steps", "2").code is None
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 2
+
+
+def test_auto_needs_a_folder_that_stays_the_same(poss, small):
+    words = "ckpt_path is auto, but every training gets a new folder: give --name"
+    says(poss("fit", *small, *ONE, *AUTO), "fit", words)
 
 
 def start_slurm(monkeypatch) -> None:
@@ -84,21 +136,14 @@ def test_slurm_must_start_all_processes_and_resumes_in_one_folder(begin, tmp_pat
     assert begin().code is None
 
 
-@pytest.mark.nightly
-def test_a_requeued_slurm_job_resumes_or_restarts(begin, tmp_path, monkeypatch):
-    assert begin().code is None
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    says(begin(), "fit", f"run holds a training already: resume with --ckpt_path {LAST}")
-    shutil.copy(tmp_path / LAST, tmp_path / "run/hpc_ckpt_1.ckpt")  # as Lightning leaves it when SLURM ends a job
-    with monkeypatch.context() as job, pytest.warns(UserWarning, match="nothing was left to train at step 1"):
-        start_slurm(job)
-        assert begin().code is None
-    (tmp_path / "run/hpc_ckpt_1.ckpt").unlink()
-    monkeypatch.delenv("SLURM_RESTART_COUNT")
-    shutil.rmtree(tmp_path / "run/checkpoints")  # only drafts: nothing to resume from
-    says(begin(), "fit", "run holds a training already: remove it, or choose another --name")
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # but a job that was killed so early may restart
-    assert begin().code is None
+def test_a_requeued_slurm_job_resumes_in_its_folder(poss, small, tmp_path, monkeypatch, caplog):
+    start_slurm(monkeypatch)
+    caplog.set_level("INFO")
+    for step in (1, 2):
+        assert poss("fit", *small, *ONE, "--trainer.max_steps", step).code is None
+        assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["slurm-7.0"]
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert {"step 0 of 1: training begins", "step 1 of 2: training begins"} <= {*caplog.messages}
 
 
 @pytest.mark.nightly

@@ -1,24 +1,15 @@
 """A training that was killed and resumed ends with the weights of one that was not."""
 
 import json
-import signal
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from poss_lightning.training.callbacks import LastCheckpoint
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint
 from tests.support.processes import forked
-from tests.support.resuming import Kill, Killed, Left, fit
+from tests.support.resuming import LAST, Kill, Killed, Left, fit, same_weights
+from tests.support.stores import contents
 from tests.support.tiny import tiny_target
-
-LAST = "checkpoints/last.ckpt"
-
-
-def same_weights(one: SpecialistTraining, other: SpecialistTraining) -> bool:
-    return all(map(torch.equal, one.draft.parameters(), other.draft.parameters()))
 
 
 def kill(store, folder, after: int, **options) -> None:
@@ -76,39 +67,6 @@ def test_a_validation_is_repeated_only_if_it_was_killed(store, tmp_path, options
         assert same_weights(whole, again)
 
 
-def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_batch_start", **options) -> int:
-    """Train until a signal in a batch of training or its validation, which leaves no handler; return the step saved."""
-
-    def send(trainer, *rest):
-        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == batch:
-            for _ in range(times):
-                signal.raise_signal(number)
-
-    with pytest.raises(SystemExit) as ended:
-        fit(store, folder, callbacks=[LambdaCallback(**{hook: send}), LastCheckpoint(every)], **options)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert isinstance(ended.value, SIGTERMException) == (number == signal.SIGTERM)
-    return torch.load(folder / LAST, weights_only=True)["global_step"]
-
-
-@pytest.mark.parametrize(
-    ("number", "accumulated"),
-    [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, 1, marks=pytest.mark.nightly)],
-)
-def test_stopped_by_a_signal_it_resumes_after_that_step(store, tmp_path, number, accumulated):
-    options = {"limit_val_batches": 0, "accumulate_grad_batches": accumulated}
-    whole, trainer, _ = fit(store, tmp_path / "whole", **options)
-    batches = trainer.num_training_batches
-    for batch in (1, 2, 3, batches, batches + 1):  # the first, of the first step or not; an epoch's last, and first
-        folder = tmp_path / str(batch)
-        epochs, rest = divmod(batch, batches)
-        steps = epochs * -(-batches // accumulated) + -(-rest // accumulated)
-        assert stop(store, folder, number, batch, **options) == steps
-        again, _, _ = fit(store, folder, resume=LAST, **options)
-        assert same_weights(whole, again)
-
-
 @pytest.mark.parametrize("by", ["max_steps", "should_stop"])
 @pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumulate):
@@ -129,25 +87,19 @@ def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumu
         assert watch.seen + rest == seen and other.global_step == trainer.global_step
 
 
-def test_a_second_signal_writes_nothing(store, tmp_path):
-    """Within a step there is no state to resume from."""
-    assert stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2) == 3
-
-
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_start"])
-def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, hook):
-    """Else the training would resume without it, or from an earlier step."""
-    options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
-    whole, _, _ = fit(store, tmp_path / "whole", **options)
-    assert stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, hook=hook, **options) == 4
-    again, _, _ = fit(store, tmp_path / "stopped", resume=LAST, **options)
-    assert same_weights(whole, again)
-
-
-def test_a_signal_in_the_last_step_is_raised_after_it(store, tmp_path):
-    """Else the sweep that it is part of would continue."""
-    for name, ends in {"steps": {"max_steps": 3}, "epochs": {"max_epochs": 1, "limit_train_batches": 3}}.items():
-        assert stop(store, tmp_path / name, signal.SIGINT, 3, limit_val_batches=0, **ends) == 3
+@pytest.mark.parametrize("callback", [LastCheckpoint, DraftFolders])
+def test_no_trainer_overwrites_a_different_training(store, tmp_path, callback):
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        fit(store, folder, callbacks=[LastCheckpoint()], max_steps=1)
+    before = contents(other / "checkpoints")
+    for resume, words in (
+        (one / LAST, "a training already, and not that of .*one/checkpoints/last"),
+        (None, "a training"),
+    ):
+        with pytest.raises(FileExistsError, match=f"other holds {words}"):
+            fit(store, other, resume=resume, callbacks=[callback()], max_steps=2)
+    assert contents(other / "checkpoints") == before and not (other / "draft-last").exists()
 
 
 def die_on_two(store, folder, afters):
@@ -179,23 +131,35 @@ def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
         assert trainer.current_epoch == 2
 
 
+def rates(store, folder, **options) -> dict[int, float]:
+    """The learning rate of each step, by its number."""
+    found = {}
+
+    def look(trainer, *rest):
+        found[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
+
+    fit(store, folder, callbacks=[LambdaCallback(on_train_batch_start=look)], **options)
+    return found
+
+
 def test_a_lower_rate_applies_after_resuming(store, tmp_path):
-    def rates(**options) -> dict[int, float]:
-        """The learning rate of each step, by its number."""
-        found = {}
-
-        def look(trainer, *rest):
-            found[trainer.global_step] = trainer.optimizers[0].param_groups[0]["lr"]
-
-        fit(store, tmp_path, callbacks=[LambdaCallback(on_train_batch_start=look)], **options)
-        return found
-
     kill(store, tmp_path, 6)
-    with pytest.warns(UserWarning, match="the learning rate is 0.0003 from here, it was 0.003"):
-        again = rates(resume="last.ckpt", model={"learning_rate": 3e-4})
-    whole = rates()
+    with pytest.warns(UserWarning, match=r"rate continues at step 5 of \d+: the rate is 0\.000\d+ from here, it was"):
+        again = rates(store, tmp_path, resume="last.ckpt", model={"learning_rate": 3e-4})
+    whole = rates(store, tmp_path)
     assert again == {step: pytest.approx(whole[step] / 10) for step in again}
     assert min(again) == 5 and again.keys() < whole.keys()
+
+
+@pytest.mark.parametrize("after", [3, 4], ids=["killed", "finished"])
+def test_a_longer_training_follows_the_longer_schedule(store, tmp_path, after):
+    """Its first step had a rate of 0."""
+    short, long = ({"max_steps": steps, "max_epochs": -1} for steps in (4, 8))
+    fit(store, tmp_path, **short) if after == 4 else kill(store, tmp_path, after + 1, **short)
+    with pytest.warns(UserWarning, match=f"the schedule of the learning rate continues at step {after} of 8: the rate"):
+        again = rates(store, tmp_path, resume="last.ckpt", **long)
+    whole = rates(store, tmp_path, **long)
+    assert again == {step: whole[step] for step in range(after, 8)}
 
 
 def test_different_settings_of_the_optimizer_or_a_different_target_cannot_resume(store, make_store, tmp_path):

@@ -1,0 +1,167 @@
+"""A training that a signal stops, in one process or two, saves and resumes as if nothing had happened."""
+
+import os
+import signal
+import time
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.multiprocessing import ProcessExitedException
+
+from poss_lightning.training import stopping
+from poss_lightning.training.callbacks import LastCheckpoint
+from poss_lightning.training.strategies import gather_state
+from tests.support.processes import forked, needs_deepspeed
+from tests.support.ranks import STRATEGIES
+from tests.support.resuming import LAST, fit, same_weights
+
+
+def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_batch_start", **options) -> int:
+    """Train until a signal in a batch of training or its validation, which leaves no handler; return the step saved."""
+
+    def send(trainer, *rest):
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == batch:
+            for _ in range(times):
+                signal.raise_signal(number)
+
+    with pytest.raises(SystemExit) as ended:
+        fit(store, folder, callbacks=[LambdaCallback(**{hook: send}), LastCheckpoint(every)], **options)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert isinstance(ended.value, SIGTERMException) == (number == signal.SIGTERM)
+    return torch.load(folder / LAST, weights_only=True)["global_step"]
+
+
+@pytest.mark.parametrize(
+    ("number", "accumulated"),
+    [(signal.SIGTERM, 2), pytest.param(signal.SIGINT, 1, marks=pytest.mark.nightly)],
+)
+def test_stopped_by_a_signal_it_resumes_after_that_step(store, tmp_path, number, accumulated):
+    options = {"limit_val_batches": 0, "accumulate_grad_batches": accumulated}
+    whole, trainer, _ = fit(store, tmp_path / "whole", **options)
+    batches = trainer.num_training_batches
+    for batch in (1, 2, 3, batches, batches + 1):  # the first, of the first step or not; an epoch's last, and first
+        folder = tmp_path / str(batch)
+        epochs, rest = divmod(batch, batches)
+        steps = epochs * -(-batches // accumulated) + -(-rest // accumulated)
+        assert stop(store, folder, number, batch, **options) == steps
+        again, _, _ = fit(store, folder, resume=LAST, **options)
+        assert same_weights(whole, again)
+
+
+def test_a_second_signal_writes_nothing(store, tmp_path):
+    """Within a step there is no state to resume from."""
+    assert stop(store, tmp_path, signal.SIGINT, 4, every=3, times=2) == 3
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_validation_epoch_start"])
+def test_a_signal_waits_for_the_validation_of_its_step(store, tmp_path, hook):
+    """Else the training would resume without it, or from an earlier step."""
+    options = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    whole, _, _ = fit(store, tmp_path / "whole", **options)
+    assert stop(store, tmp_path / "stopped", signal.SIGTERM, 4, every=3, hook=hook, **options) == 4
+    again, _, _ = fit(store, tmp_path / "stopped", resume=LAST, **options)
+    assert same_weights(whole, again)
+
+
+def test_a_signal_in_the_last_step_is_raised_after_it(store, tmp_path):
+    """Else the sweep that it is part of would continue."""
+    for name, ends in {"steps": {"max_steps": 3}, "epochs": {"max_epochs": 1, "limit_train_batches": 3}}.items():
+        assert stop(store, tmp_path / name, signal.SIGINT, 3, limit_val_batches=0, **ends) == 3
+
+
+# --- two processes ---
+
+WHERE = ("forward", "backward", "validation", "saving")
+CASES = [(where, ranks) for where in WHERE for ranks in ((1,), (0, 1))]
+STEPS = {"devices": 2, "max_steps": 6, "max_epochs": -1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+
+
+class Send(lightning.Callback):
+    """Sends a signal to these processes in the middle of the fourth step, or of the validation or checkpoint before it.
+
+    Args:
+        where: one of `WHERE`.
+        ranks: of the processes.
+        pauses: seconds before each signal.
+    """
+
+    def __init__(self, where: str, ranks: tuple[int, ...], pauses: tuple[float, ...] = (0,)):
+        self.where, self.ranks, self.pauses = where, ranks, pauses
+
+    def setup(self, trainer, pl_module, stage):
+        self.trainer = trainer
+        pl_module.draft.register_forward_pre_hook(lambda *_: self.send("forward", pl_module.training))
+        pl_module.draft.fc.weight.register_hook(lambda *_: self.send("backward"))
+
+    def on_validation_batch_start(self, *_):
+        self.send("validation")
+
+    def on_save_checkpoint(self, *_):
+        self.send("saving")
+
+    def send(self, where: str, now: bool = True) -> None:
+        if where == self.where and now and self.trainer.global_step == 3 and self.trainer.global_rank in self.ranks:
+            self.where = "sent"
+            for pause in self.pauses:
+                time.sleep(pause)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_and_resume(store, folder, strategy: str, cases) -> None:
+    """One of two processes."""
+
+    def run(place, *callbacks, **more):
+        options = STEPS | {"callbacks": [*callbacks], "strategy": STRATEGIES[strategy](), "accelerator": "cpu"}
+        module, *_ = fit(store, folder / place, **options, **more)
+        return gather_state(module.draft)
+
+    whole = run("whole", LastCheckpoint(1))
+    for where, ranks in cases:
+        place = f"{where}-{len(ranks)}"
+        with pytest.raises(SystemExit) as ended:
+            run(place, Send(where, ranks), LastCheckpoint(1 if where == "saving" else 100))
+        assert ended.value.code == (0 if os.environ["RANK"] == "1" else 128 + signal.SIGTERM)
+        step = torch.load(folder / place / LAST, weights_only=True)["global_step"]
+        assert step in ((3,) if where in ("validation", "saving") else (4, 5)), (where, ranks, step)
+        again = run(place, LastCheckpoint(), resume=LAST)
+        assert all(torch.equal(value, again[name]) for name, value in whole.items()), (where, ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "cases"),
+    [
+        ("ddp", CASES[2:3]),
+        pytest.param("ddp", CASES, marks=pytest.mark.nightly),
+        *(pytest.param(f"zero{k}", CASES, marks=[needs_deepspeed, pytest.mark.nightly]) for k in (1, 2, 3)),
+    ],
+)
+def test_processes_stop_after_the_same_step_and_resume(store, tmp_path, strategy, cases):
+    forked(2, stop_and_resume, store, tmp_path, strategy, cases)
+
+
+def signal_twice(store, folder) -> None:
+    fit(store, folder, callbacks=[Send("backward", (1,), (0, 1.5, 30)), LastCheckpoint()], strategy="ddp", **STEPS)
+
+
+def freeze(store, folder) -> None:
+    """The second process stands still, so the first waits for it in `backward`."""
+
+    def halt(trainer, *_):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    stopping.ANSWER = 1
+    halts = os.environ["RANK"] == "1"
+    sends = LambdaCallback(on_train_batch_start=halt) if halts else Send("forward", (0,))
+    fit(store, folder, callbacks=[sends, LastCheckpoint()], strategy="ddp", **STEPS)
+
+
+@pytest.mark.parametrize("work", [freeze, pytest.param(signal_twice, marks=pytest.mark.nightly)])
+def test_where_processes_cannot_agree_and_after_a_second_signal_they_end_at_once(store, tmp_path, work):
+    with pytest.raises(ProcessExitedException, match=f"exit code {128 + signal.SIGTERM}"):
+        forked(2, work, store, tmp_path)
+    assert not (tmp_path / LAST).exists()
