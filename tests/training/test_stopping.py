@@ -164,4 +164,4 @@ def freeze(store, folder) -> None:
 def test_where_processes_cannot_agree_and_after_a_second_signal_they_end_at_once(store, tmp_path, work):
     with pytest.raises(ProcessExitedException, match=f"exit code {128 + signal.SIGTERM}"):
         forked(2, work, store, tmp_path)
-    assert not (tmp_path / LAST).exists()
+    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3  # of the validation before it
