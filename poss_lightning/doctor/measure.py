@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Counts(NamedTuple):
         return Jackknife(1 + np.nan_to_num(self.rates()).cumprod(1).sum(1), self.reached[:, 0] > 0)
 
 
-def compare(counts: Mapping[int, Counts], base: Counts) -> dict[int, Comparison]:
+def compare(counts: Mapping[Any, Counts], base: Counts) -> dict[Any, Comparison]:
     """Differences in τ from `base`, over the positions that both have, by Holm's correction for all of them."""
     means = {}
     for name, own in counts.items():
@@ -77,7 +77,13 @@ def read(target: Target, text: TokenizedText) -> Sample:
         greedy[slots] = target.embed_head.logits(features[0, slots]).max(-1).indices
     layers = torch.cat([inner[0], features[0, :, None]], dim=1)
     return Sample(
-        text.id, tokens, greedy, text.spans, features[0], layers, [draw and Draw.of(draw) for draw in text.draws]
+        text.id,
+        tokens,
+        greedy,
+        text.spans,
+        features[0],
+        layers,
+        [Draw.of(draw) if draw else None for draw in text.draws],
     )
 
 
@@ -136,6 +142,6 @@ def served_counts(path: str) -> Counts:
         )
     if not sums:
         rounds = [row["accepted"] for row in read_engine(Path(path))]
-        return _of_rounds([[count for each in rounds for count in each]], max(map(max, rounds)))
+        return _of_rounds(rounds, max(max(own, default=1) for own in rounds))
     passed = [sums[str(place)] for place in range(len(sums) - 1)]
     return Counts(np.array([[sums["drafts"], *passed[:-1]]], float), np.array([passed], float))

@@ -64,7 +64,8 @@ class Reading:
             draft = make_draft(self.config, self.state.get("vocabulary"))
         draft.load_state_dict(dict(self.state), assign=True)
         if self.final_norm:
-            draft.head_input = lambda predicted: self.target.model.base_model.norm(predicted)
+            norm: Any = self.target.model.base_model.norm
+            draft.head_input = lambda predicted: norm(predicted)
         if self.rotary < 1 or self.places:
             draft.rope_at = self._rope_at
         return draft.requires_grad_(False).eval()
@@ -181,7 +182,9 @@ def lent(name: str, rows: Callable[[Reading], Tensor]) -> Change:
     """Another embedding, or another head, than the target's."""
 
     def change(reading: Reading) -> Reading:
-        own = {each: getattr(reading.embed_head, each) for each in ("embedding", "head", "scale", "cap")}
+        own: dict[str, Any] = {
+            part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")
+        }
         return replace(reading, embed_head=EmbedHead(**own | {name: rows(reading)}))
 
     return change

@@ -121,8 +121,8 @@ def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(lear
 
 def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
     wide = write_target(tmp_path / "wide", hidden_size=64)
-    said = examine(learnt["eagle2"], target=wide).splitlines()[-2:]
-    assert said == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
+    printed = examine(learnt["eagle2"], target=wide).splitlines()
+    assert printed[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
 
 
 def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path, examine, prompts):
