@@ -97,7 +97,8 @@ def write_store(
         return print(f"{folder}: {others}; if one of them died, give the command again")
     with work.exclusive():
         if not is_finished(folder):
-            left_out = [name for path in shards for name in work.receipt(path.stem)[LEFT_OUT]]
+            receipts = [work.receipt(path.stem) or {} for path in shards]
+            left_out = [name for receipt in receipts for name in receipt[LEFT_OUT]]
             if left_out:
                 message = describe_overflow(left_out, len(texts), target.dtype_name)
                 if strict or len(left_out) == len(texts):

@@ -148,7 +148,19 @@ class Chat:
     # --- answers ---
 
     def _answer(self, messages: list[Message], i: int, variables: Variables) -> _Answer:
-        """What message i adds to its prompt: up to the first stop token or, without one, the end of its content."""
+        r"""What message i adds to its prompt: up to the first stop token or, without one, the end of its content.
+
+            finished   …<|im_start|>assistant\nHello<|im_end|>\n
+                       \_________ prompt __________/\_____ tail _____/
+
+        what the prompt opens   tail                            what is written
+        -                       Hello<|im_end|>\n               Hello<|im_end|>
+        -                       Hello\n  (no stop token)        Hello
+        -                       <think></think>Hello<|im_end|>  Hello<|im_end|>, after a lead that nobody wrote
+        -                       Hello<|im_end|>                 <think>a</think>Hello<|im_end|>, if that is the content
+        <think>                 Hello<|im_end|>                 a</think>Hello<|im_end|>, the rest of that content
+        <think> or not          whatever                        a  (cut within its thought, which has no end)
+        """
         message, prompt = messages[i], self._open(messages[:i], variables)
         if tokens := message.get("tokens"):
             return _Answer(prompt, "", tokens)
@@ -174,8 +186,7 @@ class Chat:
             raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
         _check_said(message, i, shown)
         end = "" if cut else stop
-        # The template may write only the end of the content, because it drops thoughts; or the beginning that it leaves
-        # out, a thought's opening, is in the prompt already.
+        # What the template drops of the content: its thoughts; or their opening, which is in the prompt already.
         missing = said[: len(said) - len(shown)] if shown and said.endswith(shown) else ""
         if missing and not _squeeze(prompt[:shared]).endswith(missing):
             return _Answer(prompt, "", _after(opened, content) + end)

@@ -76,7 +76,7 @@ def _context(said: int, rope: list[dict]) -> int:
     of a tree would change the others', and keys in the cache would have the old ones. So a context ends at that length.
     """
     full = rope[0]
-    kind, original = full.get("rope_type"), full.get("original_max_position_embeddings") or said
+    kind, original = full.get("rope_type", ""), full.get("original_max_position_embeddings") or said
     stretches = {"yarn": True, "llama3": original >= said, "linear": len(rope) == 1, "proportional": len(rope) == 1}
     if stretches.get(kind):
         said = max(said, int(original * (full.get("factor") or 1)))
