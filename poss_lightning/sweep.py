@@ -109,14 +109,15 @@ class Cell:
             path.write_text(json.dumps(facts, indent=1) + "\n")
         draft = fit_once(self.folder, *self.layers)
         MEASURES[self.measure](**self._measure_options(draft))
+        work = Work(self.folder.parents[1] / UNFINISHED)
+        with work.exclusive():
+            move_answers(self.folder, self.folder.parents[1])
+            work.clear()
         scalars = read_scalars(self.folder).get(str(self.folder), {})  # a short training logs none
         write_run(self.folder, read_json(self.folder / RUN) | {"cell": facts, "scalars": last_values(scalars)})
 
     def check(self, coming: set[Path]) -> None:
-        """Raise what training or measuring would: unknown options, sizes that do not fit, what this machine lacks.
-
-        It may start from trainings in the folders `coming`, though they are not finished.
-        """
+        """Raise what training or measuring would; it may start from trainings in the folders `coming`."""
         draft = None if (self.folder / FINISHED).exists() else self._build(coming)
         options = self._measure_options(self.folder / "draft-last")
         choose_device(options["device"])
@@ -258,7 +259,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
         began = time.monotonic()
         try:
-            if _train(cell, Path(folder)):
+            if _train(cell):
                 seconds.append(time.monotonic() - began)
         except Exception as error:  # of any kind: it does not keep the other trainings from running
             if not is_user_error(error):
@@ -274,7 +275,7 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
 
 
-def _train(cell: Cell, experiment: Path) -> bool:
+def _train(cell: Cell) -> bool:
     """Train and measure a cell, or return False if another process does so or has just done it."""
     with Work(cell.folder / "training").part("cell") as acquired:
         if not acquired:
@@ -282,8 +283,6 @@ def _train(cell: Cell, experiment: Path) -> bool:
         if not acquired or cell.is_done:
             return False
         cell.train()
-        with Work(experiment / UNFINISHED).exclusive():
-            move_answers(cell.folder, experiment)
     return True
 
 

@@ -188,6 +188,7 @@ def test_a_killed_sweep_resumes_by_any_path(experiment, commands, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     sweep(".")
     assert commands[3:] == ["replay two/seed=0"]  # of the second training, only the measure was left
+    assert [*tmp_path.rglob("answers.parquet")] == [tmp_path / "answers.parquet"]
     assert facts_of(tmp_path, "two")["scalars"] == {}
 
 
