@@ -33,7 +33,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*GENERATE, "--depth", "3"), "depth is 3, but without --draft there is no tree"),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
     ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
-    ((*FIT, "two"), "model.allocation: Expected a <class 'list'>. Got value: two (poss fit --help"),
+    ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; it is set in"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it is set in {inputs}/group.yaml; did you mean model."),
     (

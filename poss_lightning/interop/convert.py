@@ -142,10 +142,11 @@ def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Colle
 def _find_allocation(
     layout: Layout, given: list[int] | None, stored: dict[str, Any], tensors: Collection[str]
 ) -> list[int]:
-    """The allocation that was given; else one layer for the positions that the file states, or for the usual ones."""
+    """The allocation given, or that of a draft of ours; else one layer for the positions stated, or the usual ones."""
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
         return [settings.find_positions(stored)]
+    given = given or settings.mapping(stored, settings.CONFIG_KEY).get("allocation")
     if layers := layout.count_layers(tensors):  # else `to_ours` names the first missing tensor
         has = f"it has {layers} layers" if layers > 1 else "it has one layer"
         refuse(

@@ -17,7 +17,8 @@ OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_laye
 NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "use_aux_hidden_state": True, "projector_type": "dflash"}
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
 FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
-CONFIG_KEY = "poss_lightning"  # our config, where a layout has a place for it
+CONFIG_KEY = "poss_lightning"  # our config in a file: whole where our plugin loads it, else what has no other place
+UNSTATED = ("allocation", "depth", "detach", "kv")
 
 
 def check_setting(holds: bool, name: str, value: Any, words: str) -> None:
@@ -88,6 +89,8 @@ def parse_config(
     )
     if layout.kind == "eagle3":
         config = replace(config, inner_layers=_find_layers(stated, config))
+    own = mapping(stated, CONFIG_KEY)  # of a draft that was ours
+    config = replace(config, **{name: own[name] for name in UNSTATED[1:] if name in own})
     check_layers(config)
     return config
 
@@ -209,7 +212,8 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
         **own_head,
         **bias,
         **(block if config.one_pass else {}),
-        **({CONFIG_KEY: asdict(config), LAYER_IDS: list(config.aux_layers)} if layout.states_draft else {}),
+        CONFIG_KEY: {name: each for name, each in asdict(config).items() if layout.states_draft or name in UNSTATED},
+        **({LAYER_IDS: list(config.aux_layers)} if layout.states_draft else {}),
         **(layers if config.own_head and config.inner_layers else {}),
     }
 

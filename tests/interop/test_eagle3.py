@@ -24,7 +24,7 @@ VARIANTS = [  # what a config says beyond EAGLE-3's first release, and who reads
 
 @pytest.mark.parametrize(("variant", "engines"), VARIANTS, ids=str)
 def test_variants_travel_to_those_that_know_them_and_back(convert, deep, tmp_path, variant, engines):
-    draft = tiny_draft(deep, [7], vocabulary=SOME, kind="eagle3", detach=False, **variant)
+    draft = tiny_draft(deep, [8], vocabulary=SOME, kind="eagle3", **variant)
     draft.scale.uniform_(0.5, 2)
     draft.save_pretrained(tmp_path / "ours")
     for output in [*engines, "speculators"]:
