@@ -115,7 +115,7 @@ def doctor(
         work.claim(made_of)
         case = Case(work, model, questions, store, limit, answer_tokens)
         _climb(case, found.reading, counted)
-        reading = _find_causes(case, found.reading)
+        reading = _find_causes(case, found.reading, found.refused)
     if fix and reading:
         if not reading.is_written():
             raise ValueError(f"fix is {fix}; config and weights of a draft cannot say what was found")
@@ -229,9 +229,9 @@ def _print_rung(name: str, counts: Counts) -> None:
 # --- counterfactuals, and what follows from them ---
 
 
-def _find_causes(case: Case, said: Reading) -> Reading | None:
+def _find_causes(case: Case, said: Reading, refused: list[str]) -> Reading | None:
     """Print what accepts significantly more, one after the other; the last reading, None if it accepts by chance."""
-    reading, causes, base = said, [], case.once("base", lambda: case.measured(said))
+    reading, causes, base = said, list[str](), case.once("base", lambda: case.measured(said))
     while len(causes) < MOST:
         found = _best(case, reading, base, f"{len(causes)}")
         if found is None and not causes and not above_chance(base, case.samples()):
@@ -248,7 +248,7 @@ def _find_causes(case: Case, said: Reading) -> Reading | None:
         base = counts
     if not above_chance(base, case.samples()):
         return print(f"\n{FOREIGN}")
-    print("", *(causes or [NOTHING]), *(_keys(said, reading) if causes else ()), sep="\n")
+    print("", *([*refused, *causes] or [NOTHING]), *(_keys(said, reading) if causes else ()), sep="\n")
     return reading
 
 

@@ -15,19 +15,28 @@ from poss_lightning.interop.convert import parse_published, read_published
 from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout
 from poss_lightning.target.model import Target
 
-Repair = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 KEY, LAYERS, SIZES = "config.json: ", "layers of the target", 5
-# How `poss convert` words what it refuses, and how the content of config.json, or the tensors, are read instead.
-REPAIRS: dict[str, Repair] = {
-    TO_TARGET: lambda said, kept: kept.update({TO_TARGET: kept[TO_TARGET] - torch.arange(len(kept[TO_TARGET]))}),
-    TO_DRAFT: lambda said, kept: kept.pop(TO_DRAFT),
-    EMBEDDING: lambda said, kept: kept.pop(EMBEDDING),
-    HEAD: lambda said, kept: kept.pop(HEAD),
-    "fc_norm": lambda said, kept: said.update(fc_norm=True),
-    "input_norm": lambda said, kept: said.update(norm_before_fc=True),
-    KEY + settings.LAYER_IDS: lambda said, kept: said.update({settings.LAYER_IDS: None, "eagle_config": None}),
-    KEY + "partial_rotary_factor": lambda said, kept: said.update(partial_rotary_factor=1, rope_parameters=None),
-    KEY + "rope_scaling": lambda said, kept: said.update(rope_scaling=None, rope_parameters=None),
+Repair = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+# What `poss convert` refuses, by how its words begin: what is done instead, with config.json or with the tensors.
+REPAIRS: dict[str, tuple[str, Repair]] = {
+    TO_TARGET: (
+        "read as ids",
+        lambda _, kept: kept.update({TO_TARGET: kept[TO_TARGET] - torch.arange(len(kept[TO_TARGET]))}),
+    ),
+    TO_DRAFT: ("ignored", lambda _, kept: kept.pop(TO_DRAFT)),
+    EMBEDDING: ("the target's is read", lambda _, kept: kept.pop(EMBEDDING)),
+    HEAD: ("the target's is read", lambda _, kept: kept.pop(HEAD)),
+    "fc_norm": ("read with fc_norm", lambda said, _: said.update(fc_norm=True)),
+    "input_norm": ("read with norm_before_fc", lambda said, _: said.update(norm_before_fc=True)),
+    KEY + settings.LAYER_IDS: (
+        "ignored",
+        lambda said, _: said.update({settings.LAYER_IDS: None, "eagle_config": None}),
+    ),
+    KEY + "partial_rotary_factor": (
+        "read as 1",
+        lambda said, _: said.update(partial_rotary_factor=1, rope_parameters=None),
+    ),
+    KEY + "rope_scaling": ("ignored", lambda said, _: said.update(rope_scaling=None, rope_parameters=None)),
 }
 
 
@@ -59,10 +68,10 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
             try:
                 config, state = parse_published(read, kept, layout, runs, target)
             except ValueError as error:
-                repair = next((REPAIRS[words] for words in REPAIRS if str(error).startswith(words)), None)
-                if repair is None or str(error) in refused:
+                words, repair = next((REPAIRS[each] for each in REPAIRS if str(error).startswith(each)), ("", None))
+                if repair is None or f"{error}: {words}" in refused:
                     raise
-                refused.append(str(error))
+                refused.append(f"{error}: {words}")
                 repair(read, kept)
         frozen = {name: tensors[name] for name in (EMBEDDING, HEAD) if name in tensors and name not in kept}
     if config.vocabulary_size is None:
@@ -114,7 +123,7 @@ def facts(draft: Draft) -> list[str]:
     return [
         f"{'':24} {'draft':>34} {'target, or usual':>34}",
         *lines,
-        *(f"read otherwise: {each}" for each in draft.refused),
+        *draft.refused,
     ]
 
 

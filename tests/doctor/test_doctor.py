@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.measure import replayed, served_counts, unrolled
 from poss_lightning.doctor.readings import Reading
-from poss_lightning.draft.kinds import load_draft
+from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
@@ -172,3 +173,44 @@ def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_fold
     state, own = fixed.state_dict(), healthy.state_dict()
     assert torch.allclose(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
     assert all(torch.equal(value, own[name]) for name, value in state.items())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("kind", "form", "given"),
+    [
+        ("eagle2", "eagle", ()),
+        ("eagle2", "poss", ("--allocation", "[3]")),
+        ("eagle3", "eagle3", ()),
+        ("eagle3", "speculators", ()),
+        ("block", "dflash", ()),
+    ],
+)
+def test_a_conversion_is_not_accused(kind, form, given, learnt, examine, convert, tmp_path):
+    convert(learnt[kind], tmp_path / "served", "--output_format", form)
+    assert causes(examine(tmp_path / "served", "--input_format", form, *given)) == [NOTHING]
+
+
+def rewritten(folder: Path, tensors: Callable[[State], State] = dict, **config) -> Path:
+    """A published file with other tensors and keys."""
+    state, file = load_file(folder / "model.safetensors"), folder / "config.json"
+    save_file(state | tensors(state), folder / "model.safetensors")
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+@pytest.mark.nightly
+def test_what_convert_refuses_is_read_and_named(learnt, examine, convert, tmp_path):
+    """A map of ids, which holds no offsets, in a draft of some tokens; layers that count from 0; a head of a draft."""
+    draft, ids = load_draft(learnt["eagle3"]), torch.arange(0, 320, 2)
+    small = make_draft(replace(draft.config, vocabulary_size=160), ids)
+    state = draft.state_dict()
+    small.load_state_dict(state | {"vocabulary": ids, "lm_head.weight": state["lm_head.weight"][ids]})
+    small.save_pretrained(tmp_path / "small")
+    convert(tmp_path / "small", tmp_path / "some", "--output_format", "eagle3")
+    as_ids = rewritten(tmp_path / "some", lambda state: {"d2t": state["d2t"] + torch.arange(160)})
+    (cause,) = causes(examine(as_ids, "--input_format", "eagle3"))
+    assert cause.startswith("d2t is torch.int64 [160]") and cause.endswith("read as ids")
+    convert(learnt["eagle3"], tmp_path / "all", "--output_format", "eagle3")
+    from_0 = rewritten(tmp_path / "all", eagle_aux_hidden_state_layer_ids=[1, 3, 4])
+    assert "eagle_aux_hidden_state_layer_ids is [1, 3, 4]" in causes(examine(from_0, "--input_format", "eagle3"))[0]
