@@ -102,7 +102,7 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = No
         counts = counted_passes(len(sample.tokens), np.array(sample.spans))[None, :-1]
         embedded = embed_head.embed(sample.tokens[None, 1:]).roll(-reading.tokens, 1)
         inputs = sample.draft_input[None, :-1].to(draft.fc.weight.dtype)
-        predictions, counts = draft(embedded, inputs, depth, None, counts > 0), counts[:, :-1]
+        predictions, counts = draft(embedded, inputs, depth, None, counts[0].nonzero()[:, 0]), counts[:, :-1]
         greedy, text = (each.roll(-reading.labels)[None] for each in (sample.greedy[1:-1], sample.tokens[2:]))
         proposals, alive = greedy.new_full((depth, *counts.shape), -1), counts[0] > 0
         for k in range(min(depth, len(alive))):  # the head is read where a chain has come so far
