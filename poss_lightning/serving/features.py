@@ -72,7 +72,7 @@ def final_norm(target: Target) -> nn.Module:
     outputs: list[tuple[nn.Module, object]] = []
     hooks = [
         module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
-        for module in target.model.base_model.modules()
+        for module in target.backbone.modules()
     ]
     with torch.inference_mode():
         features = target.text_features(torch.zeros(1, 1, dtype=torch.long, device=target.device))

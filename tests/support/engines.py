@@ -42,7 +42,7 @@ class NaiveEngine:
     def states(self, text: list[int]) -> torch.Tensor:
         """(T, layers, D): caught as they leave the decoder layers."""
         caught: list[torch.Tensor] = []
-        layers = self.target.model.base_model.layers
+        layers = self.target.backbone.layers
         hooks = [layer.register_forward_hook(lambda *given: caught.append(given[-1][0])) for layer in layers]
         with torch.inference_mode():
             self.target.text_features(torch.tensor([text]))
