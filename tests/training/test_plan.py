@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.flop_counter import FlopCounterMode
 
 from poss_lightning import cli
@@ -75,7 +76,9 @@ def test_moments_are_those_of_a_step(deep, kind, optimizer):
     """All but the second ones of vectors, which Muon leaves to AdamW, too."""
     draft = tiny_draft(deep, [1, 2], kind=kind)
     options = {"optimizer": optimizer, "learning_rate": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0}
-    stepped = make_optimizer(draft, options, SimpleNamespace(global_rank=0, world_size=1))
+    stepped = make_optimizer(
+        draft, options, SimpleNamespace(global_rank=0, world_size=1, strategy=SingleDeviceStrategy("cpu"))
+    )
     for parameter in draft.parameters():
         parameter.grad = torch.ones_like(parameter)
     stepped.step()

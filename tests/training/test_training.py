@@ -202,9 +202,9 @@ def logged_values(module, batch) -> dict[str, float]:
 def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     """Answers are shorter than the depth; or the draft's own head has none of the tokens there."""
     lightning.seed_everything(0)
-    options = {"gamma": 0.7} | (EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {})
-    module = SpecialistTraining(inner, allocation=[2, 2], **options)
-    batch = batch_of(inner, range(0, 40, 4), module.layers)
+    options = EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {}
+    module = SpecialistTraining(inner, allocation=[2, 2], **options | {"gamma": 0.7})
+    batch = batch_of(inner, range(0, 40, 4), module.aux_layers)
     if kind == "eagle2":
         short = batch._replace(counts=batch.counts.clamp(max=2))
     else:
@@ -247,7 +247,8 @@ def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
     module = SpecialistTraining(store, allocation=[2], learning_rate=1.0, warmup=0.1)
-    module.trainer = SimpleNamespace(estimated_stepping_batches=100, max_steps=-1)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    module.trainer = SimpleNamespace(estimated_stepping_batches=100, max_steps=-1, strategy=strategy)
     (factor,) = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas
     values = [factor(step) for step in range(101)]
     assert values[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
