@@ -98,20 +98,22 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = No
     """Chains that begin at every slot of the answers, teacher-forced, as a validation counts them."""
     draft, depth, rows = reading.draft(), depth or reading.depth, []
     embed_head = reading.embed_head if draft.config.own_head else reading.embed_head.restrict(draft.vocabulary)
+    weight = draft.fc.weight
     for sample in samples:
-        counts = counted_passes(len(sample.tokens), np.array(sample.spans))[None, :-1]
-        embedded = embed_head.embed(sample.tokens[None, 1:]).roll(-reading.tokens, 1)
-        inputs = sample.draft_input[None, :-1].to(draft.fc.weight.dtype)
+        tokens, greedy = sample.tokens.to(weight.device), sample.greedy.to(weight.device)
+        counts = counted_passes(len(tokens), np.array(sample.spans))[None, :-1].to(weight.device)
+        embedded = embed_head.embed(tokens[None, 1:]).roll(-reading.tokens, 1)
+        inputs = sample.draft_input[None, :-1].to(weight)
         predictions, counts = draft(embedded, inputs, depth, None, counts[0].nonzero()[:, 0]), counts[:, :-1]
-        greedy, text = (each.roll(-reading.labels)[None] for each in (sample.greedy[1:-1], sample.tokens[2:]))
+        greedy, text = (each.roll(-reading.labels)[None] for each in (greedy[1:-1], tokens[2:]))
         proposals, alive = greedy.new_full((depth, *counts.shape), -1), counts[0] > 0
         for k in range(min(depth, len(alive))):  # the head is read where a chain has come so far
             slots = k + alive.nonzero()[:, 0]
             proposals[k, 0, slots] = draft.token_ids(draft.logits(predictions[k][0, slots], embed_head).argmax(-1))
             alive = (alive & (proposals[k, 0, k:] == text[0, k:]))[:-1]
-        metric = UnrollAcceptance(depth)
+        metric = UnrollAcceptance(depth).to(weight.device)
         metric.update(proposals, greedy, text, counts)
-        rows.append(np.stack([metric.reached, metric.passed]))
+        rows.append(torch.stack([metric.reached, metric.passed]).cpu().numpy())
     return Counts(*np.stack(rows, axis=1).astype(float))
 
 

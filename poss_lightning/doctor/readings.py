@@ -104,7 +104,7 @@ def others(reading: Reading) -> Iterator[tuple[int, Reading]]:
     """The number of each hypothesis that makes a difference, and its reading."""
     for number, (_, kinds, *changes) in enumerate(HYPOTHESES):
         other = reading
-        with suppress(ValueError, LookupError, AttributeError):
+        with suppress(ValueError, TypeError, LookupError, AttributeError):
             for change in changes if reading.config.kind in kinds else ():
                 other = change(other)
             other.draft()
