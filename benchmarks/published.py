@@ -52,9 +52,10 @@ def step(
 def layer(specialist: nn.Module, joined: list[Tensor], rope: Rope) -> Tensor:
     """One pass with one full score matrix, from z^0; the later sets overwrite its diagonals."""
     queries = specialist.queries(joined[-1], rope)  # (B, H, T, d)
-    groups = specialist.heads // specialist.kv_heads
     # keys and values of every set, (B, H, T, d)
-    pairs = [[x.repeat_interleave(groups, 1) for x in specialist.keys_values(z, rope)] for z in joined]
+    pairs = [
+        [x.repeat_interleave(len(queries[0]) // len(x[0]), 1) for x in specialist.keys_values(z, rope)] for z in joined
+    ]
     scale, near = queries.shape[-1] ** -0.5, len(joined) - 1
     scores = queries @ pairs[0][0].mT * scale  # (B, H, T, T)
     for i in range(near):  # the key i slots to the left belongs to set k-1-i

@@ -18,6 +18,7 @@ WRITERS = {  # arguments before the name of the output, and after
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
     "compare": (("{inputs}/suite.jsonl", "--html"), ()),
+    "doctor": (("{inputs}/draft", "--out"), TINY),
     "demo": (("--out",), TINY),
 }
 
@@ -64,6 +65,7 @@ REFUSED = {  # what each command checks last, when it has loaded everything
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "compare": (),
+    "doctor": (*TINY, "--store", "{inputs}/nowhere"),
     "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft-of-another"),
 }
 

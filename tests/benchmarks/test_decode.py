@@ -22,7 +22,7 @@ def test_works_take_turns_in_an_order_that_rotates():
 
 def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode.Target, "load", lambda *args, **options: target)
-    monkeypatch.setattr(decode.Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
+    monkeypatch.setattr(decode, "load_draft", lambda name: tiny_draft(target, [2]))
     monkeypatch.setattr(decode, "KINDS", {"[1]": {"allocation": (1,)}})
     monkeypatch.setattr(decode, "LENGTHS", (10, 300))
     out = tmp_path / "decode.json"

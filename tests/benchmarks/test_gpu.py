@@ -10,7 +10,6 @@ from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.specialists import Specialists
 from tests.support.tiny import tiny_draft, tiny_target
 
 
@@ -20,7 +19,7 @@ def test_every_part_runs_and_a_killed_run_resumes(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("POSS_DEVICE", "cpu")
     target = tiny_target(max_position_embeddings=4096)
     monkeypatch.setattr(gpu.Target, "load", lambda *_, **__: target)
-    monkeypatch.setattr(Specialists, "from_pretrained", lambda name: tiny_draft(target, [2]))
+    monkeypatch.setattr("poss_lightning.evaluation.benchmark.load_draft", lambda name: tiny_draft(target, [2]))
     out = tmp_path / "gpu.json"
     first, last = ({name: Mock(side_effect=part) for name, part in gpu.PARTS.items()} for _ in range(2))
     monkeypatch.setattr(gpu, "PARTS", first | {"answers": Mock(side_effect=KeyboardInterrupt)})
