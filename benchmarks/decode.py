@@ -23,6 +23,7 @@ from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
@@ -44,18 +45,18 @@ KINDS = {  # experiments/methods and size have the same, trained
     "block of 12": {"allocation": (12,), "depth": 12, "kind": "block"},
 }
 VOCABULARY = 8192  # of the drafts whose costs are compared
-TREES = {"chain": (6, 7, 1), "16 nodes, width 4": (6, 16, 4), "60 nodes, width 10": (6, 60, 10)}  # depth, nodes, width
+PLANS = {"chain": Plan(6, 7, 1), "16 nodes, width 4": Plan(6, 16, 4), "60 nodes, width 10": Plan(6, 60, 10)}
 LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 PARTS = ("costs", "draws", "context", "batch")
 
 
-def costs(target: Target, drafts: dict[str, Specialists], rounds: int, **tree: int) -> dict[str, Any]:
+def costs(target: Target, drafts: dict[str, Specialists], rounds: int, plan: Plan | None = None) -> dict[str, Any]:
     """What each draft costs beside the first one: time of a round, all drafts' rounds in turn, and memory.
 
     A draft whose round takes `round_ratio` times as long needs that many times the tokens per round to break even.
     """
-    engines = {name: Speculative(target, draft, **tree) for name, draft in drafts.items()}
+    engines = {name: Speculative.from_draft(target, draft, plan) for name, draft in drafts.items()}
     texts = {name: partial(next, rounds_of(engine, rounds)) for name, engine in engines.items()}
     times = in_turn(texts, rounds, target.device.type, WARMUP)
     first = next(iter(drafts))
@@ -73,9 +74,9 @@ def costs(target: Target, drafts: dict[str, Specialists], rounds: int, **tree: i
 def draws(target: Target, draft: Specialists, rounds: int) -> dict[str, Any]:
     """Time of a round that draws over that of a greedy one, in turn; both read as many slots."""
     found = {}
-    for name, tree in TREES.items():
+    for name, plan in PLANS.items():
         samplings = {"greedy": GREEDY, "drawn": Sampling(1.0)}
-        engines = {kind: Speculative(target, draft, *tree) for kind in samplings}
+        engines = {kind: Speculative.from_draft(target, draft, plan) for kind in samplings}
         texts = {kind: partial(next, rounds_of(engines[kind], rounds, samplings[kind])) for kind in samplings}
         times = in_turn(texts, rounds, target.device.type, WARMUP)
         found[name] = {
@@ -89,7 +90,7 @@ def context(target: Target, draft: Specialists) -> dict[str, Any]:
     """What `tree: auto` measures on texts of several lengths; all but the plain step in plain steps."""
     found = {}
     for length in LENGTHS:
-        engine = Speculative(target, draft, tree="auto")
+        engine = Speculative.from_draft(target, draft, tree="auto")
         engine.decode([(torch.arange(length) % target.spec.vocab_size).tolist()], 2, frozenset())
         (costs,) = engine.measured.values()
         verify = {f"{n}_nodes": costs.verify[n] / costs.verify[1] for n in (4, 16, 60)}
@@ -115,7 +116,7 @@ def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
 def batch(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
     """By size of batch: rate and τ of prompts side by side, and how many times faster than batched plain decoding."""
     methods: dict[str, Decoder] = {"plain": Autoregressive(target)}
-    methods |= {tree: Speculative(target, draft, tree=tree) for tree in ("auto", "fixed")}
+    methods |= {tree: Speculative.from_draft(target, draft, tree=tree) for tree in ("auto", "fixed")}
     found: dict[str, Any] = {}
     for size in BATCHES[target.device.type]:
         chosen = questions[:: max(1, len(questions) // size)][:size]  # of different suites

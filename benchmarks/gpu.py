@@ -27,7 +27,9 @@ from benchmarks.random_target import llama, random_draft, random_target
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Request
+from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.machine import choose_dtype
@@ -89,7 +91,7 @@ def rounds(scale: Scale, device: str) -> dict[str, Any]:
         prompts = torch.randint(target.spec.vocab_size, (batch, scale.prompt_tokens)).tolist()
         request = Request(prompts, 1 + (scale.repeats + WARMUP) * (depth + 1), frozenset())
         for name, graphs in (("graphs", None), ("no graphs", False)):
-            engine = Speculative(target, draft, depth, scale.nodes, graphs=graphs)
+            engine = Speculative.from_draft(target, draft, Plan(depth, scale.nodes), graphs=graphs)
             own, step = (_seconds(one, request, scale.repeats) for one in (engine, Autoregressive(target, graphs)))
             read = {"draft": draft_bytes(engine, depth), "verify": verify_bytes(engine, scale.nodes)}
             read["round"] = sum(read.values())
@@ -156,13 +158,15 @@ def draft_bytes(engine: Speculative, depth: int) -> int:
 
     At each step layer, head, keys and values; between steps `fc` and the projections.
     """
-    drafter, draft, total = engine.drafter, engine.drafter.draft, 0
+    drafter, slots, total = engine.drafter, engine.cache.slots, 0
+    assert isinstance(drafter, TreeDrafter), "only trees are drafted step by step"
+    draft, width = drafter.specialists, drafter.plan.tree_width
     projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
     for k in range(1, depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
         total += own + drafter.embed_head.head.nbytes
-        total += _cached(drafter.store, drafter.slots.longest + (k - 1) * drafter.tree_width)
+        total += _cached(drafter.store, slots.longest + (k - 1) * width)
         if k < depth:
             readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
             total += readers * projected + draft.fc.weight.nbytes

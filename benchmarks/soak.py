@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from itertools import chain, count
 from random import Random
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -23,6 +22,7 @@ from tqdm import tqdm
 from benchmarks.random_target import random_draft
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling, TokenSampler
 from poss_lightning.target.model import Target
@@ -44,7 +44,8 @@ class Case:
     sampling: Sampling
     allocation: tuple[int, ...]
     proposals: int | None  # size of the draft's vocabulary, the answers' most common tokens: else few are accepted
-    tree: dict[str, Any]  # arguments of the engine
+    plan: Plan
+    tree: str  # fixed or auto
 
     def generator(self) -> torch.Generator:
         """A new generator with the seed."""
@@ -79,12 +80,8 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         ),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
-        tree={
-            "depth": depth,
-            "nodes": depth + 1 + (0 if width == 1 else random.randint(0, 60)),
-            "tree_width": width,
-            "tree": random.choice(["fixed", "fixed", "auto"]),
-        },
+        plan=Plan(depth, depth + 1 + (0 if width == 1 else random.randint(0, 60)), width, random.choice([0, 0, 6])),
+        tree=random.choice(["fixed", "fixed", "auto"]),
     )
 
 
@@ -117,8 +114,8 @@ def check(case: Case, target: Target) -> Counter[str]:
 def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative:
     common = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(common)
-    draft = random_draft(target, case.allocation, depth=case.tree["depth"], seed=case.seed, vocabulary=vocabulary)
-    return Speculative(target, draft, **case.tree)
+    draft = random_draft(target, case.allocation, depth=case.plan.depth, seed=case.seed, vocabulary=vocabulary)
+    return Speculative.from_draft(target, draft, case.plan, case.tree)
 
 
 @torch.inference_mode()

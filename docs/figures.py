@@ -270,7 +270,7 @@ def decode() -> None:
     from poss_lightning.target.model import Target
 
     target = Target.load("embedded", "float32", "cpu")
-    engine = Speculative(target, load_draft(DRAFT), tree="fixed")
+    engine = Speculative.from_draft(target, load_draft(DRAFT))
     rounds: list[Guesses[str]] = []
 
     def watch(step: Progress) -> None:

@@ -24,6 +24,7 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 if TYPE_CHECKING:
     from poss_lightning.decoding.api import load
+    from poss_lightning.decoding.plans import Plan
     from poss_lightning.draft.kinds import load_draft
     from poss_lightning.evaluation.rounds import read_rounds
     from poss_lightning.features.datamodule import FeatureData
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from poss_lightning.training.module import SpecialistTraining
 
 __version__ = "0.1.0"
-__all__ = ["FeatureData", "FeatureStore", "SpecialistTraining", "load", "load_draft", "read_rounds"]
+__all__ = ["FeatureData", "FeatureStore", "Plan", "SpecialistTraining", "load", "load_draft", "read_rounds"]
 
 _PLACES = {
     "FeatureData": "features.datamodule",
     "FeatureStore": "features.store",
+    "Plan": "decoding.plans",
     "SpecialistTraining": "training.module",
     "load": "decoding.api",
     "load_draft": "draft.kinds",

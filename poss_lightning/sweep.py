@@ -26,8 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
 from poss_lightning.configs import check_options, read_config
-from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import check_tree
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import local_folder
 from poss_lightning.evaluation import benchmark, replay
@@ -122,10 +121,7 @@ class Cell:
         options = self._measure_options(self.folder / "draft-last")
         choose_device(options["device"])
         if draft:
-            depth = sum(draft.allocation) if options["depth"] is None else options["depth"]
-            draft.check_depth(depth)
-            check_tree(depth, options["tree_width"])
-            Fixed(depth, options["nodes"])
+            Plan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
         if self.measure == "replay":
             replay.check_store(options["store"], draft)
         else:

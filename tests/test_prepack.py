@@ -10,9 +10,8 @@ from torch.nn.functional import linear
 
 from poss_lightning import prepack
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.target.model import Target
-from tests.support.decoders import tokens_of
+from tests.support.decoders import speculate, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 here = pytest.mark.skipif(not prepack.can_prepack(torch.float32), reason="this torch or CPU has no prepacked weights")
@@ -59,7 +58,7 @@ def test_a_model_in_hand_stays_as_it_is_and_shares_its_weights():
     config, logits = model.config.to_dict(), model(tokens).logits
     target = Target(model, tiny_tokenizer(), "tiny")
     assert isinstance(target.backbone.layers[0].mlp.up_proj.forward, prepack.Prepacked)
-    tokens_of(Speculative(target, tiny_draft(target, [2])), limit=9)
+    tokens_of(speculate(target, tiny_draft(target, [2])), limit=9)
     assert not any("forward" in vars(module) for module in model.modules())
     assert model.training and model.config.to_dict() == config and model.state_dict().keys() == state.keys()
     assert all(value.equal(state[name]) for name, value in model.state_dict().items())
@@ -74,7 +73,7 @@ def test_texts_are_those_of_generate_with_and_without(kind, without):
     def texts() -> list[list[list[int]]]:
         target = tiny_target(num_hidden_layers=7)
         draft = tiny_draft(target, [1, 2], **kind)
-        engines = [Speculative(target, own, lookup=lookup) for own, lookup in ((draft, 0), (draft, 4), (None, 4))]
+        engines = [speculate(target, own, lookup=lookup) for own, lookup in ((draft, 0), (draft, 4), (None, 4))]
         return [tokens_of(decoder) for decoder in (Generate(target), Autoregressive(target), *engines)]
 
     generated, *ours = texts()

@@ -18,9 +18,9 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.ranges import Lookups, Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.model import Target
 from poss_lightning.target.template import token_ids
@@ -33,35 +33,28 @@ NEW_TOKENS = 20  # transformers' default
 ANSWER_TOKENS = 256  # of an answer to a question, at most
 
 
-@check_numbers
 def load(
     target: "str | Path | PreTrainedModel" = "embedded",
     draft: str | Path | Specialists | None = None,
+    plan: Plan | None = None,
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
     tree: Literal["auto", "fixed"] = "auto",
-    depth: Position | None = None,
-    nodes: Nodes = 60,
-    tree_width: TreeWidth = 10,
-    lookup: Lookups | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
     """A target, sped up by a draft.
 
     Args:
         target: "embedded", a local folder or a hub id; or a loaded causal LM of transformers, which is left unchanged.
-        draft: folder, hub id or shipped draft, or loaded specialists; without one the target decodes alone.
+        draft: folder, hub id or shipped draft, or loaded specialists; without one the target decodes alone, or with
+            the plan's looked-up tokens.
+        plan: the tree of each round; by default the draft's own depth, with 10 looked-up tokens where `tree` is "auto".
         tokenizer: required with a loaded target.
         dtype: of a target that is named: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
             "float32".
         device: "auto" ("cuda", else "mps", else "cpu"), or one of these.
-        tree: "auto" sizes trees by expected tokens per second on this machine, "fixed" uses all `depth` and `nodes`.
-        depth: draft positions K, at most; the depth of the draft's allocation by default.
-        nodes: of a tree, root included, at most.
-        tree_width: children tried per node; 1 drafts chains.
-        lookup: at most so many tokens that followed the same words earlier in the text join each tree; by default 10
-            where `tree` is "auto", and 0 without a draft. With a number and no draft, nothing else is proposed.
+        tree: "auto" sizes trees by expected tokens per second on this machine, within the plan; "fixed" follows it.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
 
     Raises:
@@ -79,9 +72,10 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs)
-    if not (lookup := choose_lookup(lookup, draft is not None, tree)) and draft is None:
+    plan = plan or Plan(lookup=choose_lookup(None, draft is not None, tree))
+    if draft is None and not plan.lookup:
         return Model(Autoregressive(loaded))
-    return Model(Speculative(loaded, draft, depth, nodes, tree_width, tree, lookup=lookup))
+    return Model(Speculative.from_draft(loaded, draft, plan, tree))
 
 
 class Model:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.rounds import Calibration, Round, RoundStatistics, Worth
 
 TRIALS = 16  # rounds observed before a plan is settled on
@@ -66,21 +67,13 @@ class Budget(ABC):
 
 
 class Fixed(Budget):
-    """Every tree has its full depth, as many nodes, and as many looked-up tokens.
+    """Every tree has its full depth, as many nodes, and as many looked-up tokens."""
 
-    Raises:
-        ValueError: too few nodes for one path.
-    """
-
-    def __init__(self, depth: int, nodes: int, lookup: int = 0):
-        if nodes < depth + 1:
-            raise ValueError(
-                f"nodes is {nodes}, which cannot hold a path of depth {depth} and its root: give at least {depth + 1}"
-            )
-        self.nodes, self.plan = nodes, (depth, nodes, lookup)
+    def __init__(self, plan: Plan):
+        self.nodes, self.plan = plan.nodes, (plan.depth or 0, plan.nodes, plan.lookup)
 
     def go_deeper(self, depth: int, scores: Tensor) -> bool:
-        return True
+        return depth < self.plan[0]
 
     def node_count(self, scores: Tensor) -> int:
         return min(self.nodes, scores.shape[1])

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -16,7 +17,9 @@ from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Settled
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
-from poss_lightning.decoding.lookup import Lookup, RootAlone, join
+from poss_lightning.decoding.drafter import Drafter
+from poss_lightning.decoding.lookup import Lookup, LookupAlone, join
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.rounds import Calibration, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
@@ -40,60 +43,71 @@ class Speculative(Decoder):
 
     Args:
         target: the frozen model.
-        draft: the specialists that propose; a copy of them takes the target's dtype and device. None for lookups alone.
-        depth: draft positions K, at most; None for the depth of the draft's allocation.
-        nodes: nodes of a tree, root included, at most.
-        tree_width: children tried per node; 1 drafts a chain.
-        tree: "fixed" has its full depth and size in every round; "auto" measures this machine before the first text,
-            and then drafts and verifies what brings the most tokens per second: round by round on a CPU, and on CUDA,
-            where the host must not wait, with a plan that it settles on, and reconsiders now and then.
+        drafter: what proposes; `from_draft` makes that of a draft.
+        plan: the tree of every round; by default the drafter's longest path.
+        tree: "fixed" follows the plan in every round; "auto" measures this machine before the first text, and then
+            drafts and verifies, within the plan, what brings the most tokens per second: round by round on a CPU, and
+            on CUDA, where the host must not wait, with sizes that it settles on, and reconsiders now and then.
         graphs: run rounds as CUDA graphs; None does so where the target can.
-        lookup: at most N tokens that followed the same words earlier in the text join each tree as a path, on top of
-            `nodes`; 0 for none. "auto" takes as many as pay.
 
     Raises:
-        ValueError: the draft was trained for a different target, or the tree is impossible.
+        ValueError: the plan is deeper than the drafter.
     """
 
     def __init__(
         self,
         target: Target,
-        draft: Specialists | None,
-        depth: int | None = None,
-        nodes: int = 60,
-        tree_width: int = 10,
+        drafter: Drafter,
+        plan: Plan | None = None,
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
-        lookup: int = 0,
     ):
+        plan = plan or Plan()
+        plan = replace(plan, depth=drafter.depth) if plan.depth is None else plan
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
-        if draft is None:
-            self.drafter, depth, nodes = RootAlone(target.device), 0, 1
-        else:
-            if difference := draft.config.target.difference(target.spec):
-                raise ValueError(f"the draft was trained for a different target: {difference}")
-            draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
-            depth = sum(draft.config.allocation) if depth is None else depth
-            prepack(draft)
-            self.drafter = make_drafter(draft, target.embed_head, depth, tree_width)
-        self.target, self.tree = target, tree
-        self.fixed, self.lookup = Fixed(depth, nodes, lookup), Lookup(lookup)
-        self.nodes = min(nodes, self.drafter.candidates)
+        if plan.depth > drafter.depth:
+            raise ValueError(f"depth is {plan.depth}, and the drafter's {drafter.depth}; it must not be deeper")
+        self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
+        self.fixed, self.lookup = Fixed(plan), Lookup(plan.lookup)
         # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
         self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
         self.confirmed: set[tuple[int, int, tuple[bool, ...]]] = set()  # measured again, as drafting did not pay
         self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
         self.budget: Budget = self.fixed  # of the text in hand
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
+        self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
         self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, graphs, target.has_graphs)
 
-    @property
-    def deepest(self) -> int:
-        """How many drafted tokens a round can accept."""
-        return max(self.drafter.depth, self.lookup.count)
+    @classmethod
+    def from_draft(
+        cls,
+        target: Target,
+        draft: Specialists | None,
+        plan: Plan | None = None,
+        tree: Literal["fixed", "auto"] = "fixed",
+        graphs: bool | None = None,
+    ) -> "Speculative":
+        """An engine that drafts with a copy of specialists, in the target's dtype and on its device.
+
+        Args:
+            draft: None for lookups alone.
+            plan: its depth is the sum of the draft's allocation by default.
+
+        Raises:
+            ValueError: the draft was trained for a different target, or the tree is impossible.
+        """
+        plan = plan or Plan()
+        if draft is None:
+            return cls(target, LookupAlone(), Plan(0, 1, 1, plan.lookup), tree, graphs)
+        if difference := draft.config.target.difference(target.spec):
+            raise ValueError(f"the draft was trained for a different target: {difference}")
+        draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
+        prepack(draft)
+        drafter = make_drafter(draft, target.embed_head, plan)
+        return cls(target, drafter, drafter.plan, tree, graphs)
 
     @property
     def costs(self) -> Costs | None:
@@ -128,7 +142,6 @@ class Speculative(Decoder):
             emitted = host_copy.tolist()  # the one synchronisation
             counts = [row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)]
             self.cache.slots.advance_host(counts)
-            self.drafter.slots.advance_host(counts)
             budget.learn(done)
             of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
@@ -146,23 +159,21 @@ class Speculative(Decoder):
         """
         if budget.needs_sync:
             return self._draft_verify_commit(budget, clock.part)
-        drafter, slots = self.drafter, self.cache.slots
-        state = [slots.lengths, drafter.slots.lengths, drafter.root, drafter.root_z, self.sampler.in_text]
-        state.append(self.lookup.text)
-        key = (slots.extent_for(0), drafter.slots.extent_for(0), budget.plan, self.sampler.kind)
+        slots = self.cache.slots
+        state = [slots.lengths, self.root, self.sampler.in_text, self.lookup.text, *self.drafter.state()]
+        key = (slots.extent_for(0), budget.plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
 
     def _draft_verify_commit(self, budget: Budget, part: Timer) -> tuple[Round, Tensor]:
-        depth, _, most = budget.plan or (self.drafter.depth, 0, self.lookup.count)
-        depth, root, found, path, looked_up = max(depth, most), self.cache.slots.lengths, None, None, 0
+        depth, _, most = budget.plan or (self.plan.depth, 0, self.plan.lookup)
+        depth, found, path, looked_up = max(depth, most), None, None, 0
         with part("draft"):
             noise = self._noise(depth)
             if not budget.needs_sync:  # at once: fewer kernels
                 noise.first(depth + 1)
-            candidates = self.drafter.draft_tree(budget, noise)
-            tree = rerank(candidates, budget.node_count(candidates.scores))
+            tree = self.drafter.draft(self.root, budget, noise)
             if most:
-                path, found = self.lookup.find(root)
+                path, found = self.lookup.find(self.cache.slots.lengths)
                 looked_up = budget.lookup_count(found, most)
                 tree = join(tree, path[:, :looked_up])
         with part("verify"):
@@ -195,11 +206,12 @@ class Speculative(Decoder):
     def _commit(self, verdict: Verdict, draft_input: Tensor) -> None:
         """Keep the accepted path in both caches and its tokens in the texts."""
         counts = (verdict.accepted + 1) * self.active.mask
-        if self.lookup.count:
+        if self.plan.lookup:
             self.lookup.append(verdict.tokens, self.cache.slots.lengths)
         on_path = draft_input.gather(1, verdict.path[..., None].expand(-1, -1, draft_input.shape[-1]))  # (B, K+1, R)
         self.cache.keep_path(verdict.path, counts)
         self.drafter.append_context(verdict.tokens, on_path, counts)
+        self.root.copy_(verdict.tokens.gather(1, verdict.accepted[:, None]))
         self.sampler.append(verdict.tokens)
 
     # --- between rounds ---
@@ -208,32 +220,34 @@ class Speculative(Decoder):
         """Read the prompts into both caches; the first token of each."""
         drafter, target = self.drafter, self.target
         prompts, _, _, sampling, generator = request
-        reach = limit + 2 * (self.deepest + 1)  # the last round may verify, and write, a path beyond the limit
-        layers = drafter.layers
-        tree_slots = max(self.nodes + self.lookup.count, drafter.tree_slots)
-        cache, draft_input, last = prefill(target, prompts, reach + tree_slots, self.cache, layers)
-        drafter.start(len(prompts), cache.slots.capacity)
+        reach = limit + 2 * (self.plan.reach + 1)  # the last round may verify, and write, a path beyond the limit
+        room = max(self.plan.nodes + self.plan.lookup, drafter.room)
+        cache, draft_input, last = prefill(target, prompts, reach + room, self.cache, drafter.layers)
+        drafter.start(cache.slots)
         if cache is not self.cache:  # the captured graphs read other tensors
             self.graphs.clear()
             self.cache, self.active = cache, ActiveRows(len(prompts), target.device)
             self.sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
-            if self.graphs.enabled:  # one extent for all steps, and both caches take the next one at the same time
-                cache.slots.min_extent = drafter.slots.min_extent = tree_slots
+            self.root = self.root.new_zeros(len(prompts), 1)
+            if self.graphs.enabled:  # one extent for all work of a round
+                cache.slots.min_extent = room
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
-        first = self.sampler.next(target.logits(last), self.cache.slots.lengths).tolist()
-        texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)], target.device)
-        drafter.append_context(texts[:, 1:], draft_input, self.cache.slots.lengths)
-        drafter.slots.advance_host(self.cache.slots.host_lengths)
-        if self.lookup.count:
+        first = self.sampler.next(target.logits(last), cache.slots.lengths)
+        self.root.copy_(first[:, None])
+        host_copy = first.tolist()
+        texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, host_copy, strict=True)], target.device)
+        drafter.append_context(texts[:, 1:], draft_input, cache.slots.lengths)
+        if self.plan.lookup:
             self.lookup.start(texts, cache.slots.capacity)
-        return first
+        return host_copy
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
         """Only unfinished prompts count; without graphs, finished rows are dropped once they are half of the batch."""
         if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
                 part.select(kept)
+            self.root = self.root[kept]
 
     def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
         """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""
@@ -257,7 +271,7 @@ class Speculative(Decoder):
             costs = self.measured[batch, max(known), kind]
             if (batch, sampling) not in self.budgets:
                 auto = Settled if device.type == "cuda" else PerRound
-                made = auto(self.drafter.depth, self.nodes, costs, Calibration(device), self.lookup.count)
+                made = auto(self.plan.depth, self.plan.nodes, costs, Calibration(device), self.plan.lookup)
                 self.budgets[batch, sampling] = made
             self.budget = budget = self.budgets[batch, sampling]
             budget.costs = costs
@@ -266,16 +280,16 @@ class Speculative(Decoder):
     def _measure(self) -> Costs:
         """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write."""
         logger.info("tree: auto times draft steps and verification on this machine, some seconds")
-        candidates = self.drafter.draft_tree(self.fixed)
-        noise = self._noise(self.deepest).first(self.deepest + 1)
+        candidates, reach = self.drafter.draft(self.root, self.fixed), self.plan.reach
+        noise = self._noise(reach).first(reach + 1)
 
         def verify(nodes: int) -> Callable[[], object]:
-            tree = rerank(candidates, min(nodes, self.nodes))
+            tree = rerank(candidates, min(nodes, self.plan.nodes))
             looked_up = torch.full_like(tree.tokens[:, :1], -1).expand(-1, nodes - tree.tokens.shape[1])
             tree = join(tree, looked_up)
 
             def work() -> Tensor:
-                ancestors = ancestor_mask(tree.parents, self.deepest)
+                ancestors = ancestor_mask(tree.parents, reach)
                 return self._choose(tree, ancestors, self._verify(tree, ancestors)[1], noise)
 
             return repeatable(nodes, work)
@@ -283,9 +297,9 @@ class Speculative(Decoder):
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
             return partial(self.graphs.run_alone, ("timed", name), work)
 
-        draft = repeatable(0, partial(self.drafter.draft_tree, self.fixed))
+        draft = repeatable(0, partial(self.drafter.draft, self.root, self.fixed))
         with announced("timing draft steps and verification"):
-            sizes = self.nodes, self.target.device, self.lookup.count
-            measured = costs.measure(draft, self.drafter.steps, verify, *sizes)
+            sizes = self.plan.nodes, self.target.device, self.plan.lookup
+            measured = costs.measure(draft, getattr(self.drafter, "steps", self.drafter.depth), verify, *sizes)
         self.graphs.clear()
         return measured

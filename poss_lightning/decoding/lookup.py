@@ -10,8 +10,7 @@ It needs no training, and knows names, code and quotations; a draft knows the la
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.trees import Tree
-from poss_lightning.target.cache import Slots
+from poss_lightning.decoding.trees import Tree, root_tree
 
 DEFAULT_LOOKUP = 10  # tokens of a continuation
 NGRAM = 3  # last tokens to match, at most
@@ -89,32 +88,24 @@ def join(tree: Tree, path: Tensor) -> Tree:
     return Tree(*(torch.cat(parts, dim=1) for parts in zip(tree, added, strict=True)))
 
 
-class RootAlone:
-    """Stands in for `Drafter` in an engine with lookups alone: every tree is its root."""
+class LookupAlone:
+    """The `Drafter` of an engine with lookups alone: every tree is its root."""
 
-    depth, steps, tree_width, candidates, tree_slots, layers = 0, 0, 1, 1, 0, ()
+    depth, layers, room = 0, (), 0
 
-    def __init__(self, device: torch.device):
-        self.slots = Slots(0, 0, device)
+    def start(self, slots: object) -> None:
+        """Nothing: it has no cache."""
 
-    def start(self, batch: int, capacity: int) -> None:
-        """Begin with empty texts, in the memory of earlier ones where they fit: captured graphs read it."""
-        if self.slots.fits(batch, capacity):
-            return self.slots.clear()
-        self.slots = Slots(batch, capacity, self.slots.lengths.device)
-        self.root = torch.zeros(batch, 1, dtype=torch.long, device=self.slots.lengths.device)
-        self.root_z = self.root
+    def append_context(self, tokens: object, draft_input: object, counts: object) -> None:
+        """Nothing, as the next root is given."""
 
-    def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:
-        """Remember the root."""
-        self.root.copy_(tokens.gather(1, (counts - 1).clamp(min=0)[:, None]))
-        self.slots.advance_device(counts)
-
-    def draft_tree(self, budget: object, noise: object = None) -> Tree:
+    def draft(self, root: Tensor, budget: object, noise: object = None) -> Tree:
         """The root."""
-        return Tree(self.root, torch.zeros_like(self.root), torch.zeros_like(self.root, dtype=torch.float32))
+        return root_tree(root)
 
     def select(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch."""
-        self.slots.select(rows)
-        self.root = self.root_z = self.root[rows]
+        """Nothing: it keeps no rows."""
+
+    def state(self) -> list[Tensor]:
+        """None."""
+        return []

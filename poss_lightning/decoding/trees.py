@@ -26,6 +26,11 @@ class Tree(NamedTuple):
     scores: Tensor  # (B, N), log-probability of the path from the root by the draft; 0 at the root
 
 
+def root_tree(root: Tensor) -> Tree:
+    """A tree that is its root (B, 1)."""
+    return Tree(root, torch.zeros_like(root), torch.zeros_like(root, dtype=torch.float32))
+
+
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, for trees of at most this depth."""
     batch, nodes = parents.shape

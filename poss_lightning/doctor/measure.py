@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from poss_lightning.corpus.draws import Draw
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.readings import Reading
 from poss_lightning.evaluation.engines import read_engine
 from poss_lightning.evaluation.replay import replay_rounds
@@ -119,8 +120,8 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = No
 
 def replayed(reading: Reading, samples: Sequence[Sample], nodes: int = 1, width: int = 1) -> Counts:
     """What rounds accept, as `poss replay` counts it; chains by default."""
-    sizes = {"depth": reading.depth, "nodes": max(nodes, reading.depth + 1), "tree_width": width}
-    rounds = replay_rounds(reading.draft(), reading.embed_head, samples, **sizes)
+    plan = Plan(reading.depth, max(nodes, reading.depth + 1), width)
+    rounds = replay_rounds(reading.draft(), reading.embed_head, samples, plan)
     return _of_rounds([[count for answer in own for count in answer] for own in rounds], reading.depth)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import random
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import (
     check_settings,
@@ -47,14 +48,11 @@ from poss_lightning.files import check_folder, read_json
 from poss_lightning.ranges import (
     Count,
     Lookups,
-    Nodes,
-    Position,
     Seed,
     Temperature,
     Tokens,
     TopK,
     TopP,
-    TreeWidth,
     check_numbers,
 )
 from poss_lightning.sampling import GREEDY, Sampling
@@ -76,9 +74,6 @@ def benchmark(
     suites: list[str] | str | None = None,
     limit: Count | None = None,
     max_new_tokens: Tokens = 128,
-    depth: Position | None = None,
-    nodes: Nodes = 60,
-    tree_width: TreeWidth = 10,
     tree: Literal["fixed", "auto"] = "fixed",
     lookup: Lookups = 0,
     temperature: Temperature = 0.0,
@@ -92,6 +87,7 @@ def benchmark(
     dtype: str = "auto",
     device: str = "auto",
     parallel: Parallel = "none",
+    **plan: Any,
 ) -> None:
     """Decode suites of prompts with every method and write rounds.parquet, answers.parquet and run.json.
 
@@ -111,9 +107,6 @@ def benchmark(
         limit: decode at most this many questions of each suite, the first; by default all of a file and of
             SPEED-Bench, and 80 of other data sets of the hub.
         max_new_tokens: most tokens of an answer.
-        depth: draft positions K; each draft's own (the sum of its allocation) by default.
-        nodes: nodes of a tree, root included.
-        tree_width: children tried per node; 1 drafts chains.
         tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
             earlier in the text join its trees; 0 for no such methods.
@@ -132,10 +125,13 @@ def benchmark(
             equal to the baselines' to the last token.
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        **plan: sizes of trees; see `Plan`.
     """
     suites = [suites] if isinstance(suites, str) else suites
     baselines = [PLAIN, "generate"] if baselines is None else baselines
-    config = {name: value for name, value in dict(locals()).items() if name != "out"}
+    config = {name: value for name, value in dict(locals()).items() if name not in ("out", "plan")}
+    sizes = Plan(lookup=lookup, **plan)
+    config |= asdict(sizes)
     check_folder(out, *RUN_FILES)
     drafts = drafts or {}
     check_method_names(drafts)
@@ -157,11 +153,10 @@ def benchmark(
         except ValueError as error:
             raise ValueError(f"{question}, turn 0: {error}") from error
     methods = _baselines(model, graphs, baselines)
-    engine: dict[str, Any] = {"depth": depth, "nodes": nodes, "tree_width": tree_width, "tree": tree}
     trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
-        methods[method] = Speculative(model, draft, graphs=graphs, lookup=count, **engine)
+        methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
         trainings[method] = describe_training(drafts[name])
     facts = {
         "command": sys.argv,
@@ -177,7 +172,8 @@ def benchmark(
 
 def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
     known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model)}
-    return {name: known.get(name) or Speculative(model, None, graphs=graphs, lookup=DEFAULT_LOOKUP) for name in names}
+    plan = Plan(lookup=DEFAULT_LOOKUP)
+    return {name: known.get(name) or Speculative.from_draft(model, None, plan, graphs=graphs) for name in names}
 
 
 def check_options_fit(config: dict) -> Sampling:

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import count, zip_longest
 from json import dumps
 from typing import Any, Literal, NamedTuple
@@ -14,19 +15,17 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.ranges import (
     Lookups,
-    Nodes,
-    Position,
     Seed,
     Temperature,
     Tokens,
     TopK,
     TopP,
-    TreeWidth,
     check_numbers,
 )
 from poss_lightning.sampling import Sampling
@@ -36,7 +35,6 @@ from poss_lightning.target.placement import Parallel
 from poss_lightning.terminal import printable
 
 logger = logging.getLogger(__name__)
-NODES, TREE_WIDTH = 60, 10
 
 
 @check_numbers
@@ -47,9 +45,6 @@ def generate(
     target: str = "embedded",
     max_new_tokens: Tokens = 256,
     tree: Literal["auto", "fixed"] | None = None,
-    depth: Position | None = None,
-    nodes: Nodes = NODES,
-    tree_width: TreeWidth = TREE_WIDTH,
     lookup: Lookups | None = None,
     temperature: Temperature = 0.0,
     top_k: TopK = 0,
@@ -63,6 +58,7 @@ def generate(
     chat: bool = False,
     show: Literal["tree"] | None = None,
     json: bool = False,
+    **plan: Any,
 ) -> None:
     """Print the answer to a prompt while it is decoded, and then its speed.
 
@@ -73,9 +69,6 @@ def generate(
         max_new_tokens: most tokens of an answer.
         tree: "auto" chooses trees for the most tokens per second on this machine, "fixed" always uses depth and nodes;
             auto by default, but fixed where rounds are drawn, as auto may draft nothing.
-        depth: draft positions K, at most; the draft's own (the sum of its allocation) by default.
-        nodes: nodes of a tree, root included, at most.
-        tree_width: children tried per node; 1 drafts chains.
         lookup: at most this many tokens that followed the same words earlier in the text join each tree; by default 10
             where trees are auto, and none without a draft. With a number and no draft they are all that is proposed.
         temperature: sampling temperature; 0 takes the most likely token.
@@ -93,22 +86,25 @@ def generate(
         show: "tree" draws every round: its tree, the accepted path and the bonus token, in colour unless NO_COLOR is
             set.
         json: print one JSON object, and nothing else.
+        **plan: sizes of trees; see `Plan`.
     """
     options = dict(locals())
-    _check_options(options)
+    del options["plan"]
+    sizes = Plan(lookup=lookup or 0, **plan)
+    _check_options(options, sizes)
     sampling = Sampling(temperature, top_k, top_p)
     tree = tree or ("fixed" if show else "auto")
-    lookup = choose_lookup(lookup, bool(draft), tree)
+    sizes = replace(sizes, lookup=choose_lookup(lookup, bool(draft), tree))
     loaded = load_draft(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     if prompt == "-" and not chat:  # of several processes only one comes so far
         prompt = sys.stdin.read().strip()
         _check_prompt(prompt)
     config = {name: value for name, value in options.items() if name not in ("compare", "chat", "show", "json")}
-    config |= {"prompt": prompt, "lookup": lookup, "dtype": model.dtype_name, "device": str(model.device)}
+    config |= {"prompt": prompt, **asdict(sizes), "dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
-    if loaded or lookup:
-        decoder = Speculative(model, loaded, depth, nodes, tree_width, tree, lookup=lookup)
+    if loaded or sizes.lookup:
+        decoder = Speculative.from_draft(model, loaded, sizes, tree)
     if compare is None:
         compare = isinstance(decoder, Speculative) and not chat
 
@@ -149,14 +145,14 @@ class Prompt(NamedTuple):
         return self._replace(limit=len(answer.tokens)).answer(Autoregressive(target))
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(options: dict[str, Any], plan: Plan) -> None:
     """Raise ValueError where options contradict each other."""
     if options["json"] and (options["chat"] or options["show"]):
         raise ValueError("json prints one object and nothing else: leave out chat and show")
-    defaults = {"show": None, "tree": None, "depth": None, "nodes": NODES, "tree_width": TREE_WIDTH}
+    given, defaults = options | asdict(plan), {"show": None, "tree": None} | asdict(Plan(lookup=plan.lookup))
     for name, default in defaults.items():
-        if options[name] != default and not options["draft"]:
-            raise ValueError(f"{name} is {options[name]}, but without --draft there is no tree")
+        if given[name] != default and not options["draft"]:
+            raise ValueError(f"{name} is {given[name]}, but without --draft there is no tree")
     _check_prompt(options["prompt"])
 
 
@@ -249,8 +245,7 @@ def _facts(decoder: Decoder, answer: Decoded, plain: Decoded | None) -> dict[str
     """What --json prints besides the options; resolved sizes of trees are None in plain decoding."""
     trees: dict[str, Any] = dict.fromkeys(("tree", "depth", "nodes", "tree_width"))
     if isinstance(decoder, Speculative):
-        drafter = decoder.drafter
-        trees = {"tree": decoder.tree, "depth": drafter.depth, "nodes": decoder.nodes, "tree_width": drafter.tree_width}
+        trees = {"tree": decoder.tree, **asdict(decoder.plan)}
     return trees | {
         "text": decoder.target.chat.text(answer.tokens),
         "tokens": answer.tokens,

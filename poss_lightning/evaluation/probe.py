@@ -4,6 +4,7 @@ import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
@@ -50,7 +51,7 @@ class Replay(lightning.Callback):
         draft = gather_draft(pl_module.draft, device=pl_module.device, dtype=dtype).eval()
         depth = pl_module.eval_depth
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
-            replayed = replay_rounds(draft, pl_module.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
+            replayed = replay_rounds(draft, pl_module.embed_head, samples, Plan(depth, nodes, width))
             accepted = [count for sample in replayed for answer in sample for count in answer]
             stage = pl_module.stage
             _log(pl_module, accepted, depth, f"{stage}/tau_{kind}", f"{stage}_pos_acc_{kind}")

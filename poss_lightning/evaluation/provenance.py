@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from poss_lightning.configs import read_config
 from poss_lightning.decoding.decoder import Decoder
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS, local_folder, shipped
@@ -64,18 +65,16 @@ def describe_draft(draft: Specialists) -> dict:
     }
 
 
+def describe_drafter(drafter: TreeDrafter) -> dict:
+    """What a draft proposes in a round, and the draft."""
+    return {**asdict(drafter.plan), "depth": drafter.plan.reach, **describe_draft(drafter.specialists)}
+
+
 def describe_method(method: Decoder) -> dict:
     """How a method drafts, and with what; {} where it has no draft."""
-    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, Drafter):
+    if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, TreeDrafter):
         return {}
-    return {
-        "depth": method.deepest,
-        "lookup": method.lookup.count,
-        "nodes": method.nodes,
-        "tree": method.tree,
-        "tree_width": drafter.tree_width,
-        **describe_draft(drafter.draft),
-    }
+    return describe_drafter(drafter) | {"tree": method.tree}
 
 
 def describe_training(draft: str) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.decoding.drafting import TreeDrafter
+from poss_lightning.decoding.lookup import Lookup, join
+from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import (
     check_settings,
-    describe_draft,
+    describe_drafter,
     describe_training,
     provenance,
     write_run,
@@ -41,8 +44,8 @@ from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype, send
-from poss_lightning.ranges import Nodes, Position, TreeWidth, check_numbers
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
+from poss_lightning.target.cache import Slots
 from poss_lightning.target.spec import EmbedHead
 from poss_lightning.work import Work
 
@@ -51,17 +54,14 @@ ROWS, GPU_ROWS = 16, 64  # answers that are replayed side by side
 UNKNOWN = -2  # the token after the end of an answer: no draft proposes it
 
 
-@check_numbers
 def replay(
     store: str,
     out: str,
     *,
     drafts: dict[str, str] | None = None,
-    depth: Position | None = None,
-    nodes: Nodes = 60,
-    tree_width: TreeWidth = 10,
     dtype: str = "auto",
     device: str = "auto",
+    **plan: Any,
 ) -> None:
     """Measure acceptance of drafts on stored answers, without the target; write rounds.parquet and run.json.
 
@@ -74,14 +74,14 @@ def replay(
         out: folder to write.
         drafts: name and draft (folder, hub id or shipped draft) of each method, e.g. --drafts.hass
             runs/hass/draft-best.
-        depth: draft positions K; each draft's own (the sum of its allocation) by default.
-        nodes: nodes of a tree, root included.
-        tree_width: children tried per node; 1 drafts chains.
         dtype: what the drafts compute in, whatever the store has: auto (what this device multiplies fastest),
             bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
+        **plan: what each round proposes; see `Plan`.
     """
-    config = dict(locals())
+    config = {name: value for name, value in dict(locals()).items() if name != "plan"}
+    sizes = Plan(**plan)
+    config |= asdict(sizes)
     check_folder(out, *RUN_FILES)
     config["device"] = device = choose_device(device)
     config["dtype"] = dtype = choose_dtype(dtype, device)
@@ -92,17 +92,18 @@ def replay(
     config |= {"target": features.target.name, "fingerprint": features.target.fingerprint}
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
     loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
-    methods = {name: _describe(draft, embed_head, depth, nodes, tree_width) for name, draft in loaded.items()}
+    drafters = {name: make_drafter(draft, embed_head, sizes) for name, draft in loaded.items()}
+    methods = {name: describe_drafter(each) for name, each in drafters.items()}
     settings = {name: config[name] for name in ("store", "dtype", "fingerprint")}
     check_settings(folder, settings, methods)
     work = Work(folder / UNFINISHED)
     with work.exclusive(wait=False):
         work.claim(settings | {"manifests": [sha256(own / MANIFEST) for own in features.folders], "methods": methods})
         found = {}
-        for name, draft in loaded.items():
+        for name, drafter in drafters.items():
             part = hashlib.sha256(name.encode()).hexdigest()[:16]  # as a name may hold a slash
             if (receipt := work.receipt(part)) is None:
-                receipt = _measure(name, draft, features, embed_head, methods[name])
+                receipt = _measure(name, drafter, features, embed_head)
                 work.write_receipt(part, receipt)
             found[name] = receipt
         for warning in dict.fromkeys(warning for receipt in found.values() for warning in receipt["warnings"]):
@@ -116,14 +117,12 @@ def replay(
     print(f"{out}: {len(answers)} answers of {len(methods)} methods")
 
 
-def _measure(
-    name: str, draft: Specialists, store: FeatureStore, embed_head: EmbedHead, facts: dict[str, Any]
-) -> dict[str, Any]:
+def _measure(name: str, drafter: TreeDrafter, store: FeatureStore, embed_head: EmbedHead) -> dict[str, Any]:
     """The rounds of a draft, how answers were drawn, and what to be warned of."""
-    depth, nodes, width = facts["depth"], facts["nodes"], facts["tree_width"]
+    draft = drafter.specialists
     stored = _read_answers(store, draft, embed_head)
     answers = [answer for *_, answer in stored]
-    rounds = _replay_all(make_drafter(draft, embed_head, depth, width), answers, nodes, f"replay {name}")
+    rounds = _replay_all(drafter, answers, f"replay {name}")
     warnings = describe_mismatch(answers), warn_of_training(f"draft {name}", draft.trained_on, store, range(len(store)))
     return {
         "answers": [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)],
@@ -155,24 +154,8 @@ def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead
     return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 
 
-def _describe(
-    draft: Specialists, embed_head: EmbedHead, depth: int | None, nodes: int, tree_width: int
-) -> dict[str, Any]:
-    """The facts of run.json about a draft; raises ValueError where such a tree is impossible."""
-    drafter = make_drafter(draft, embed_head, sum(draft.config.allocation) if depth is None else depth, tree_width)
-    Fixed(drafter.depth, nodes)
-    nodes = min(nodes, drafter.candidates)
-    return {"depth": drafter.depth, "nodes": nodes, "tree_width": drafter.tree_width, **describe_draft(draft)}
-
-
 def replay_rounds(
-    draft: Specialists,
-    embed_head: EmbedHead,
-    samples: Sequence[Sample],
-    *,
-    depth: int,
-    nodes: int = 60,
-    tree_width: int = 10,
+    draft: Specialists, embed_head: EmbedHead, samples: Sequence[Sample], plan: Plan
 ) -> list[list[list[int]]]:
     """What each round would accept if the target decoded the samples' answers with this draft.
 
@@ -182,21 +165,18 @@ def replay_rounds(
     Args:
         draft: in the features' dtype; the samples carry the layers that it reads, and no others.
         embed_head: the target's embedding and head.
-        depth: K, positions drafted.
-        nodes: nodes of a tree, root included.
-        tree_width: children tried per node; 1 drafts chains.
+        plan: what each round proposes.
 
     Returns:
         Accepted tokens by sample, answer and round.
     """
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
-    drafter = make_drafter(draft, embed_head, depth, tree_width)
     answers = [answer for own in by_sample for answer in own]
-    replayed = iter(_replay_all(drafter, answers, nodes))
+    replayed = iter(_replay_all(make_drafter(draft, embed_head, plan), answers))
     return [[next(replayed) for _ in own] for own in by_sample]
 
 
-def _replay_all(drafter: Drafter, answers: list[Answer], nodes: int, title: str | None = None) -> list[list[int]]:
+def _replay_all(drafter: TreeDrafter, answers: list[Answer], title: str | None = None) -> list[list[int]]:
     """What each round of every answer accepts; those of about the same length side by side. A title shows a bar."""
     alike: dict[Sampling, list[int]] = {}
     on_gpu = drafter.draft.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
@@ -206,16 +186,16 @@ def _replay_all(drafter: Drafter, answers: list[Answer], nodes: int, title: str 
         alike.setdefault(answers[i].sampling, []).append(i)
     with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None) as bar:
         for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
-            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places], nodes), strict=True))
+            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places]), strict=True))
             bar.update(len(places))
     return [rounds[i] for i in range(len(answers))]
 
 
 @torch.inference_mode()
-def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[int]]:
+def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
     """What each round of B answers accepts, side by side."""
-    weight, depth, budget = drafter.draft.fc.weight, drafter.depth, Fixed(drafter.depth, nodes)
-    device = weight.device
+    weight, depth, budget = drafter.specialists.fc.weight, drafter.plan.reach, Fixed(drafter.plan)
+    device, lookup = weight.device, Lookup(drafter.plan.lookup)
     # Of the host: where an answer ends, and the place in its text of the next round's root, (B,).
     lengths = torch.tensor([len(answer.tokens) for answer in answers])
     root = torch.tensor([answer.start for answer in answers])
@@ -223,12 +203,14 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     capacity = int(lengths.max()) + depth + 1
     text = _pad([answer.tokens for answer in answers], capacity, UNKNOWN).to(device)  # (B, C)
     draft_input = _pad([answer.draft_input for answer in answers], capacity, 0).to(weight)  # (B, C, R)
-    drafter.start(len(answers), capacity)
-    first = int(root.max())
+    slots, first = Slots(len(answers), capacity + drafter.room, device), int(root.max())
+    drafter.start(slots)
+    slots.advance_device(root.to(device))
+    slots.advance_host(root.tolist())
     drafter.append_context(text[:, 1 : first + 1].clamp(min=0), draft_input[:, :first], root.to(device))
-    drafter.slots.advance_host(root.tolist())
+    lookup.start(text, capacity)
     path = torch.arange(depth + 1, device=device)
-    sampler = TokenSampler(len(answers), drafter.draft.config.target.vocab_size, device)
+    sampler = TokenSampler(len(answers), drafter.specialists.config.target.vocab_size, device)
     seeds = [answer.draw.seed if answer.draw else 0 for answer in answers]
     sampler.begin(answers[0].sampling, [[]] * len(answers), seeds=seeds)
     rounds: list[list[int]] = [[] for _ in answers]
@@ -236,22 +218,25 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
             kept = active.nonzero()[:, 0].tolist()
-            drafter.select(kept)
-            sampler.select(kept)
+            for part in (slots, drafter, sampler, lookup):
+                part.select(kept)
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
         at, moves = send(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, at + path[1:])
-        tree = rerank(drafter.draft_tree(budget, noise), nodes)
+        tree = drafter.draft(text.gather(1, at), budget, noise)
+        tree = join(tree, lookup.find(at[:, 0])[0]) if lookup.count else tree
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (at + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Commit, with the features of the text.
         places = (at + path).clamp(max=capacity - 1)  # (B, K+1)
         on_path = draft_input.gather(1, places[..., None].expand(-1, -1, draft_input.shape[-1]))
-        drafter.append_context(verdict.tokens.clamp(min=0), on_path, (verdict.accepted + 1) * moves[:, 0])
+        counts = (verdict.accepted + 1) * moves[:, 0]
+        slots.advance_device(counts)
+        drafter.append_context(verdict.tokens.clamp(min=0), on_path, counts)
         taken = verdict.accepted.cpu()  # the only time in a round that the host waits
         # 3. Count the rounds that the text shows to their full depth.
         counted = active & (complete | (root + depth < lengths))
@@ -259,7 +244,7 @@ def _replay(drafter: Drafter, answers: list[Answer], nodes: int) -> list[list[in
         for row, count in zip(rows, accepted.where(counted, -1).tolist(), strict=True):
             row += [count] * (count >= 0)
         steps = (taken + 1) * active
-        drafter.slots.advance_host(steps.tolist())
+        slots.advance_host(steps.tolist())
         root = root + steps
     return rounds
 

@@ -78,7 +78,7 @@ class Slots:
 
     Attributes:
         lengths: (B,) on the device; `host_lengths` are the same on the host.
-        min_extent: views reach at least this many slots past the longest row, so that steps of several sizes share a
+        min_extent: views reach at least this many slots past the longest row, so that all work of a round shares a
             shape.
     """
 
@@ -114,9 +114,12 @@ class Slots:
         """Whether it has this many rows, of at least this capacity."""
         return len(self.host_lengths) == batch and self.capacity >= capacity
 
-    def open(self, count: int, offset: int = 0) -> None:
-        """Let the next writes go to the `count` slots that begin `offset` slots after each row's length."""
-        self.extent = self.extent_for(offset + count)
+    def open(self, count: int, offset: int = 0, room: int = 0) -> None:
+        """Let the next writes go to the `count` slots that begin `offset` slots after each row's length.
+
+        Views reach at least `room` slots past the longest row.
+        """
+        self.extent = self.extent_for(max(offset + count, room))
         self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
 
     def flat_index(self, offsets: Tensor) -> Tensor:

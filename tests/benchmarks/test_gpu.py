@@ -9,7 +9,7 @@ from benchmarks import gpu
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.decoder import Request
-from poss_lightning.decoding.engine import Speculative
+from tests.support.decoders import speculate
 from tests.support.tiny import tiny_draft, tiny_target
 
 
@@ -42,7 +42,7 @@ def test_every_part_runs_and_a_killed_run_resumes(monkeypatch, tmp_path, capsys)
 def test_floors_are_the_bytes_that_must_be_read():
     """D 32, MLP 48, 4 heads and 2 of keys, of 8 each, 320 tokens, 2 layers; float32."""
     target = tiny_target()
-    engine = Speculative(target, random_draft(target, (1, 2)), 3, 20)
+    engine = speculate(target, random_draft(target, (1, 2)), 3, 20)
     next(engine.rounds(Request([[5] * 10], 8, frozenset()), Clock(target.device)))
     mlp, attention, slot, head = 3 * 32 * 48, 2 * 32 * 32, 2 * 2 * 8, 320 * 32  # projecting keys: 32 * slot
     layer = mlp + attention + 32 * slot + 2 * 32  # two norms

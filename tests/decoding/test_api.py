@@ -8,6 +8,7 @@ from transformers import GenerationConfig, TextStreamer
 from poss_lightning import decoding, load
 from poss_lightning.decoding.api import Model
 from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.plans import Plan
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = ["How many legs has a horse?", "A horse", "the target says it. The draft proposes what"]
@@ -21,7 +22,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def model(reference) -> Model:
-    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), nodes=20, tree_width=4)
+    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), plan=Plan(2, 20, 4))
 
 
 def padded(side: str = "left", prompts=PROMPTS) -> dict[str, torch.Tensor]:
@@ -187,7 +188,9 @@ def test_what_is_no_draft_and_a_missing_tokenizer_are_named_before_anything_is_l
 def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target, tmp_path):
     """Plainly, with a draft, and with lookups alone."""
     tiny_draft(target, [1, 1]).save_pretrained(tmp_path)
-    models = [load(tiny_folder, dtype="float32", **more) for more in ({}, {"draft": str(tmp_path)}, {"lookup": 3})]
+    models = [
+        load(tiny_folder, dtype="float32", **more) for more in ({}, {"draft": str(tmp_path)}, {"plan": Plan(lookup=3)})
+    ]
     plain, *others = (model.generate(**padded()) for model in models)
     assert all(torch.equal(plain, other) for other in others)
     assert [model.decoder.lookup.count for model in models[1:]] == [10, 3]

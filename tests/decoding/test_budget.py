@@ -18,6 +18,7 @@ from poss_lightning.decoding.budget import (
 )
 from poss_lightning.decoding.costs import TREE_SIZES, Costs
 from poss_lightning.decoding.lookup import join
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.rounds import Calibration, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import judge
@@ -203,7 +204,7 @@ def test_it_says_why_it_gave_up_drafting(kind):
     """Plain decoding is faster; or lookups alone are, though a round with this draft beats plain decoding."""
     cheap, dear, wrong = budget_of(kind, 0.5, 0.1), budget_of(kind, 20.0, 20.0), budget_of(kind, 3.0, lookup=DEPTH)
     play(cheap, 40)
-    assert cheap.why_plain() is None and Fixed(DEPTH, 12).why_plain() is None
+    assert cheap.why_plain() is None and Fixed(Plan(DEPTH, 12)).why_plain() is None
     play(dear, 40)
     needed, brought = map(float, re.findall(r"\d+\.\d+", dear.why_plain()))
     assert needed > brought >= 1

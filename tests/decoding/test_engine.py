@@ -12,9 +12,8 @@ from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import top_log_probs
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
-from tests.support.decoders import PROMPTS, STOPS, drawn, plant, tokens_of
+from tests.support.decoders import PROMPTS, STOPS, drawn, plant, speculate, tokens_of
 from tests.support.tiny import tiny_draft, tiny_target
 
 TREES = [  # depth, nodes, tree_width; and what else changes no token
@@ -51,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding_whatever_the_draft_the_tree_and_the_
     expected = drawn(Autoregressive(target), law, 0, limit=30)
     for turn, (tree, options) in enumerate(TREES, LAWS.index(law)):
         allocation, config = drafts[turn % len(drafts)]
-        engine = Speculative(target, tiny_draft(target, allocation, **config), *tree, **options)
+        engine = speculate(target, tiny_draft(target, allocation, **config), *tree, **options)
         assert drawn(engine, law, 0, limit=30) == expected
     generator = torch.Generator().manual_seed(0)
     assert [engine.decode([prompt], 30, STOPS, law, generator)[0].tokens for prompt in PROMPTS] == expected
@@ -69,7 +68,7 @@ def test_limits_and_stop_tokens_are_exact_and_accounted_for(target, limit, stop)
     """Drafts are never wrong. The stop token may be the prefill's, drafted, in the middle of a path, or the bonus."""
     future = tokens_of(Autoregressive(target), PROMPTS[:1], 60, frozenset())[0]
     stops, end = (frozenset(), 59) if stop is None else ({future[stop]}, future.index(future[stop]))
-    engine = Speculative(target, tiny_draft(target, [6]), 6, 7, 1)
+    engine = speculate(target, tiny_draft(target, [6]), 6, 7, 1)
     plant(engine, [future])
     decoded = engine.decode(PROMPTS[:1], limit, stops)[0]
     assert decoded.tokens == future[: min(limit, end + 1)]
@@ -89,7 +88,7 @@ def test_a_text_goes_on_as_it_would_have_where_it_is_resumed(target):
     """The noise is of the place in the text, whichever part of it was the prompt; padded in a batch, and alone."""
     law, whole = Sampling(1.0), drawn(Autoregressive(target), Sampling(1.0), 0, limit=30, stops=frozenset())
     begun = [[*prompt, *text[:n]] for prompt, text, n in zip(PROMPTS, whole, (11, 3, 20), strict=True)]
-    for decoder in (Autoregressive(target), Speculative(target, tiny_draft(target, [2, 2]))):
+    for decoder in (Autoregressive(target), speculate(target, tiny_draft(target, [2, 2]))):
         rest = drawn(decoder, law, 0, begun, 10, frozenset())
         assert rest == [text[n : n + 10] for text, n in zip(whole, (11, 3, 20), strict=True)]
 
@@ -97,16 +96,16 @@ def test_a_text_goes_on_as_it_would_have_where_it_is_resumed(target):
 def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypatch):
     """Else looked-up nodes beyond a chain would seem free."""
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
-    engine = Speculative(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
+    engine = speculate(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
     engine.decode([[5, 9, 20]], 3, frozenset())
-    assert engine.nodes == 5 and {5, 11} <= set(engine.costs.verify) and max(engine.costs.verify) == 11
+    assert engine.plan.nodes == 5 and {5, 11} <= set(engine.costs.verify) and max(engine.costs.verify) == 11
     assert max(engine.budget.sizes) == 5
 
 
 @pytest.mark.parametrize("lookup", [0, 8])
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup):
     """Where the host sees the tree, that is to its deepest node and the place after."""
-    engine, made = Speculative(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), [0]
+    engine, made = speculate(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), [0]
     engine.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
 
@@ -122,7 +121,7 @@ def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, l
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
 def test_a_draft_that_is_the_target_is_accepted_whole_at_any_temperature(target, temperature):
     """It drafts with the noise of the very places where the target then draws."""
-    engine, law = Speculative(target, tiny_draft(target, [4]), 4, 5, 1), Sampling(temperature)
+    engine, law = speculate(target, tiny_draft(target, [4]), 4, 5, 1), Sampling(temperature)
     text, drafted = [*PROMPTS[0]], []  # up to the root, and after it
 
     def step(k, frontier):
@@ -146,7 +145,7 @@ def test_a_draft_that_is_the_target_is_accepted_whole_at_any_temperature(target,
 def test_long_paths_in_a_batch_are_lossless_at_any_temperature(target, law):
     """Whole chains are accepted, cut and refused; rows advance by numbers of their own."""
     expected = drawn(Autoregressive(target), law, 0, limit=60, stops=frozenset())
-    engine = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
+    engine = speculate(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
     plant(engine, expected, wrong_every=3)
     decoded = engine.decode(PROMPTS, 50, frozenset(), law, torch.Generator().manual_seed(0))
     assert [one.tokens for one in decoded] == [text[:50] for text in expected]
@@ -159,14 +158,14 @@ def test_a_broken_draft_is_slow_but_lossless(target, broken, tree):
     draft = tiny_draft(target, [2, 2])
     with torch.no_grad():
         draft.layers[0].down_proj.weight.fill_(broken)
-    assert tokens_of(Speculative(target, draft, 4, 12, 5, tree)) == tokens_of(Autoregressive(target))
+    assert tokens_of(speculate(target, draft, 4, 12, 5, tree=tree)) == tokens_of(Autoregressive(target))
 
 
 def test_an_engine_is_whole_after_a_failure(target):
     def fails(*_):
         raise OSError("no")
 
-    engine, expected = Speculative(target, tiny_draft(target, [2, 2])), tokens_of(Autoregressive(target))
+    engine, expected = speculate(target, tiny_draft(target, [2, 2])), tokens_of(Autoregressive(target))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="no"):
         patch.setattr(engine.drafter, "step", fails)
         engine.decode(PROMPTS, 5, STOPS)
@@ -180,7 +179,7 @@ def test_an_engine_is_whole_after_a_failure(target):
 
 def test_threads_take_turns(target):
     """An engine has one set of caches."""
-    speculative = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3)
+    speculative = speculate(target, tiny_draft(target, [2, 2]), 4, 12, 3)
     with ThreadPoolExecutor(3) as pool:
         texts = list(pool.map(lambda prompt: tokens_of(speculative, [prompt], 30)[0], PROMPTS))
     assert texts == tokens_of(Autoregressive(target), limit=30)
@@ -193,11 +192,11 @@ def test_a_batch_shrinks_as_its_texts_end(target, law, tree, monkeypatch):
 
     Nobody waits for costs in the middle of a text.
     """
-    monkeypatch.setattr(engine.costs, "measure", lambda *_: measured.append(len(speculative.drafter.root)) or FLAT)
+    monkeypatch.setattr(engine.costs, "measure", lambda *_: measured.append(len(speculative.root)) or FLAT)
     prompts, plain = [[5 + i] * (1 + i % 4) for i in range(10)], Autoregressive(target)
     stops = frozenset(row[3 * i + 5] for i, row in enumerate(drawn(plain, law, 0, prompts, 40, frozenset())[:9]))
-    speculative, rows, measured = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree), [], []
-    said = drawn(speculative, law, 0, prompts, 40, stops, lambda step: rows.append(len(speculative.drafter.root)))
+    speculative, rows, measured = speculate(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree=tree), [], []
+    said = drawn(speculative, law, 0, prompts, 40, stops, lambda step: rows.append(len(speculative.root)))
     assert said == drawn(plain, law, 0, prompts, 40, stops)
     assert rows == sorted(rows, reverse=True) and rows[0] > rows[-1] and measured == [10] * (tree == "auto")
 
@@ -212,7 +211,7 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
 
     monkeypatch.setattr(engine, "COSTS_LENGTH", 16)
     monkeypatch.setattr(engine.costs, "measure", measure)
-    speculative, plain = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), Autoregressive(target)
+    speculative, plain = speculate(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), Autoregressive(target)
     for prompt, measured, last in ((10, [10], 10), (40, [10, 40], 40), (10, [10, 40], 40), (20, [10, 40, 20], 40)):
         text = [[5] * prompt]
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
@@ -226,7 +225,7 @@ def test_costs_are_measured_once_more_where_drafting_did_not_pay(target, monkeyp
     dear = FLAT._replace(draft_step=50.0)
     timed = [dear, FLAT if machine == "busy" else dear]
     monkeypatch.setattr(engine.costs, "measure", lambda *_: timed.pop(0))
-    speculative, sizes = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), []
+    speculative, sizes = speculate(target, tiny_draft(target, [2, 2]), 4, 12, 3, tree="auto"), []
     for _ in range(3):
         last: list = []
         speculative.decode([[5, 9, 20]], 40, frozenset(), watch=lambda step, last=last: last.append(step.tree))
@@ -242,7 +241,7 @@ def test_rows_through_a_layer_are_those_of_a_single_layer_drafter(target, alloca
         layer.after_attention = lambda z, attended, plain=layer.after_attention: (
             rows.append(z.shape[1]) or plain(z, attended)
         )
-    Speculative(target, draft).decode([[5, 6, 7]], 2)
+    speculate(target, draft).decode([[5, 6, 7]], 2)
     assert sum(rows) == 51
 
 
@@ -261,7 +260,7 @@ def test_the_likeliest_are_those_of_log_softmax(vocabulary, dtype):
 
 def test_the_context_is_kept(target):
     """A row's room is its own, also in a batch."""
-    decoders = Speculative(target, tiny_draft(target, [2, 2, 2])), Autoregressive(target), Generate(target)
+    decoders = speculate(target, tiny_draft(target, [2, 2, 2])), Autoregressive(target), Generate(target)
     texts, *others = (tokens_of(decoder, [[7] * 500, [5, 6]], 30, frozenset()) for decoder in decoders)
     assert [len(text) for text in texts] == [12, 30] and others == [texts, texts]
 
@@ -269,7 +268,7 @@ def test_the_context_is_kept(target):
 def test_what_cannot_be_is_refused(target):
     draft = tiny_draft(target, [2, 2, 2])
     with pytest.raises(ValueError, match="a different target: fingerprint"):
-        Speculative(tiny_target(5), draft)
+        speculate(tiny_target(5), draft)
     for prompts, limit, words in (
         ([[1]], 0, "limit of new tokens is 0"),
         ([], 5, "there are no prompts"),
@@ -278,12 +277,12 @@ def test_what_cannot_be_is_refused(target):
         ([[7] * 512], 5, "a prompt has 512 tokens; tiny reads 512"),
     ):
         with pytest.raises(ValueError, match=words):
-            Speculative(target, draft).decode(prompts, limit)
+            speculate(target, draft).decode(prompts, limit)
 
 
 def test_seconds_by_part_make_the_total(target):
     """What `tree: auto` measures is no part of it."""
-    speculative, start = Speculative(target, tiny_draft(target, [6]), tree="auto"), perf_counter()
+    speculative, start = speculate(target, tiny_draft(target, [6]), tree="auto"), perf_counter()
     first = speculative.decode([[5, 6]], 20, frozenset())[0].seconds
     assert first["total"] + first["measure"] <= perf_counter() - start
     assert first.keys() - {"measure"} == {"prefill", "draft", "verify", "commit", "total"}

@@ -5,12 +5,11 @@ import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import NGRAM, Lookup, join
 from poss_lightning.decoding.trees import Tree, ancestor_mask
 from poss_lightning.decoding.verification import judge
 from poss_lightning.sampling import GREEDY
-from tests.support.decoders import tokens_of
+from tests.support.decoders import speculate, tokens_of
 from tests.support.trees import random_tree
 
 REPEATED = [[5, 6, 7, 8, 5, 6, 7, 8, 5]]
@@ -62,7 +61,7 @@ def test_a_tree_with_a_path_accepts_what_the_longer_of_the_two_does(seed):
 
 def test_without_a_draft_auto_looks_up_where_that_pays(target):
     """A text that repeats itself brings tokens for the time of the nodes; nothing is added where nothing matches."""
-    engine, sizes, found = Speculative(target, None, tree="auto", lookup=6), [], []
+    engine, sizes, found = speculate(target, None, tree="auto", lookup=6), [], []
     engine.measured[1, 0, GREEDY.steps] = Costs(0.0, dict(zip((1, 2, 4, 7), (1.0, 1.1, 1.2, 1.3), strict=True)))
 
     def watch(step):

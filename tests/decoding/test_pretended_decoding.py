@@ -15,11 +15,12 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import PerRound, Settled
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 from tests.evaluation.test_replay import read
-from tests.support.decoders import PROMPTS, drawn
+from tests.support.decoders import PROMPTS, drawn, speculate
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
 from tests.support.pretended_graphs import replace_cuda
@@ -50,10 +51,10 @@ def load(where: torch.device | str, kind: str = "eagle2") -> Target:
 
 def engine_of(target: Target, kind: str = "eagle2", **options) -> Speculative:
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
-    return Speculative(target, draft, 2, 5, 2, **options)
+    return speculate(target, draft, 2, 5, 2, **options)
 
 
-looked_up = partial(Speculative, draft=None, lookup=3)
+looked_up = partial(speculate, draft=None, lookup=3)
 
 
 def with_graphs(decoder):
@@ -135,11 +136,10 @@ def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decode
     decoder = with_graphs(decoder(load(DEVICE)))
     request = Request(PROMPTS[:1], 512, frozenset(), DRAWN, torch.Generator().manual_seed(3))
     for _ in islice(decoder.rounds(request, Clock(DEVICE)), 512 // stride):
-        caches = [decoder.loop.cache] if isinstance(decoder, Autoregressive) else [decoder.cache, decoder.drafter]
-        for part in caches:
-            with torch.inference_mode():
-                part.slots.advance_device(stride - 1)
-            part.slots.advance_host([stride - 1])
+        slots = (decoder.loop if isinstance(decoder, Autoregressive) else decoder).cache.slots
+        with torch.inference_mode():
+            slots.advance_device(stride - 1)
+        slots.advance_host([stride - 1])
     assert device.captures <= CAPTURES
     colder = replace(DRAWN, temperature=0.3)
     for law, most in ((DRAWN, 0), (colder, 0), (GREEDY, CAPTURES), (DRAWN, 0), (GREEDY, 0)):
@@ -159,11 +159,13 @@ def test_both_caches_take_the_next_slots_at_the_same_time(device, monkeypatch):
 @torch.inference_mode()
 def test_replayed_acceptance_is_the_hosts(device, kind):
     """`poss replay`: samples come from the host, and drafting is done on the device."""
-    pairs = [(engine_of(target, kind).drafter.draft, target) for target in (load("cpu", kind), load(DEVICE, kind))]
+    pairs = [
+        (engine_of(target, kind).drafter.specialists, target) for target in (load("cpu", kind), load(DEVICE, kind))
+    ]
     draft, target = pairs[0]
     answer = answers(kind, GREEDY, PROMPTS[:1], 12, stops=())[0]
     sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.aux_layers)
     drawn, rounds = sample._replace(draws=[Draw(Sampling(0.8), 3)]), []
     for draft, target in pairs:
-        rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], depth=2, nodes=5))
+        rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], Plan(2, 5)))
     assert rounds[0] == rounds[1] and rounds[0][0][0]

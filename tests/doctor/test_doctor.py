@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.measure import replayed, served_counts, unrolled
 from poss_lightning.doctor.readings import Reading
@@ -140,7 +141,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_pa
     training.validation_step(collate([[sample] for sample in samples]))
     validated, counts = training.val_metrics.acceptance, unrolled(reading, samples)
     assert [each.sum(0).tolist() for each in counts] == [validated.reached.tolist(), validated.passed.tolist()]
-    rounds = replay_rounds(draft, deep.embed_head, samples, depth=3, nodes=4, tree_width=1)
+    rounds = replay_rounds(draft, deep.embed_head, samples, Plan(3, 4, 1))
     accepted = [count for own in rounds for answer in own for count in answer]
     assert replayed(reading, samples).tau().values[0] == pytest.approx(1 + sum(accepted) / len(accepted), rel=1e-12)
 

@@ -9,18 +9,19 @@ from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Fixed, Settled
-from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.draft import block
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.losses.passes import slots_that_count
 from poss_lightning.sampling import Sampling
+from poss_lightning.target.cache import Slots
 from poss_lightning.training.start import inherited
-from tests.support.decoders import drawn
+from tests.support.decoders import drawn, speculate
 from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
-from tests.support.unrolling import BLOCKS, inputs, packed
+from tests.support.unrolling import BLOCKS, append, inputs, packed
 
 
 def block_draft(deep, depth=6, kind="block", **config) -> Specialists:
@@ -60,12 +61,12 @@ def test_what_is_drafted_is_what_was_trained(deep, allocation, config):
     """Two rows of different length, whose slots arrived in parts."""
     draft, counts = block_draft(deep, *allocation, **config), [12, 9]
     tokens, embedded, read = inputs(deep, 12, batch=2, draft=draft)
-    drafter = make_drafter(draft, deep.embed_head, 5, 4)
-    drafter.start(2, 12)  # and no slot to spare
+    drafter = make_drafter(draft, deep.embed_head, Plan(5, 6, 4))
+    drafter.start(Slots(2, 12 + drafter.room, torch.device("cpu")))  # and no slot to spare
     for start, stop, of_rows in ((0, 7, [7, 7]), (7, 12, [5, 2])):
-        drafter.append_context(tokens[:, start:stop], read[:, start:stop], torch.tensor(of_rows))
-        drafter.slots.advance_host(of_rows)
-        logits = drafter.block_logits()
+        append(drafter, tokens[:, start:stop], read[:, start:stop], of_rows)
+        root = tokens.gather(1, drafter.slots.lengths[:, None] - 1)
+        logits = drafter.block_logits(root)
     padded = [torch.nn.functional.pad(x, (0, 0, 0, 6)) for x in (embedded, read)]
     outputs = draft(*padded, 6)
     for row, count in enumerate(counts):
@@ -79,13 +80,13 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
     """Of all of them, one by one: 4 tokens at each of 3 positions."""
     draft, nodes = block_draft(deep, 3, block_layers=2, vocabulary=vocabulary), 17
     tokens, _, read = inputs(deep, 8, batch=2, draft=draft)
-    drafter = make_drafter(draft, deep.embed_head, 3, 4)
-    drafter.start(2, 64)
-    drafter.append_context(tokens, read, torch.tensor([8, 6]))
-    drafter.slots.advance_host([8, 6])
+    drafter = make_drafter(draft, deep.embed_head, Plan(3, nodes, 4))
+    drafter.start(Slots(2, 64, torch.device("cpu")))
+    append(drafter, tokens, read, [8, 6])
+    root = tokens.gather(1, torch.tensor([[7], [5]]))
     made = torch.randn(2, 4, 320, generator=torch.Generator().manual_seed(3))
-    tree = rerank(drafter.draft_tree(Fixed(3, nodes), given_noise(made) if with_noise else None), nodes)
-    logits = drafter.block_logits().detach()  # (2, 3, V)
+    tree = drafter.draft(root, Fixed(drafter.plan), given_noise(made) if with_noise else None)
+    logits = drafter.block_logits(root).detach()  # (2, 3, V)
     if with_noise:
         logits = logits + (made[:, :3] if vocabulary is None else made[:, :3, vocabulary])
     chances, rows = logits.log_softmax(-1).topk(4, dim=-1)
@@ -113,11 +114,11 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypa
             self.plan = 2, 7, 0  # positions, nodes, looked-up tokens
 
     monkeypatch.setattr(engine, "PerRound", Shallow)
-    speculative = Speculative(deep, block_draft(deep), 6, 20, 5, tree="auto")
+    speculative = speculate(deep, block_draft(deep), 6, 20, 5, tree="auto")
     trees = []
     expected = drawn(Autoregressive(deep), sampling, 0, limit=24)
-    draft_tree = speculative.drafter.draft_tree
-    speculative.drafter.draft_tree = lambda *given: trees.append(draft_tree(*given)) or trees[-1]
+    draft = speculative.drafter.draft
+    speculative.drafter.draft = lambda *given: trees.append(draft(*given)) or trees[-1]
     assert drawn(speculative, sampling, 0, limit=24) == expected
     deepest = [int(ancestor_mask(tree.parents, 6).sum(-1).max()) - 1 for tree in trees]
     assert deepest[-1] == 2 and set(deepest) <= {2, 6}  # 6 where it measures

@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import TreeDrafter
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft import folder as folders
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
+from poss_lightning.target.cache import Slots
 from poss_lightning.target.spec import EmbedHead
 from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.unrolling import LLAMA3
@@ -57,23 +59,24 @@ def test_a_config_that_cannot_be_is_refused(deep, config, words):
 def test_a_depth_beyond_the_window_or_the_block_is_refused_by_all_who_go_so_deep(deep, config, words):
     draft = tiny_draft(deep, [6], **config)
     with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
-        make_drafter(draft, deep.embed_head, 7)
+        make_drafter(draft, deep.embed_head, Plan(7))
     with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
         draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, draft.fc.in_features), 7)
 
 
 def test_a_draft_with_its_own_head_keeps_none_of_the_targets(deep):
-    drafter = Drafter(tiny_draft(deep, [2], kind="eagle3", vocabulary=torch.arange(0, 320, 7)), deep.embed_head)
+    draft = tiny_draft(deep, [2], kind="eagle3", vocabulary=torch.arange(0, 320, 7))
+    drafter = TreeDrafter(draft, deep.embed_head, Plan())
     assert drafter.embed_head is deep.embed_head and not drafter.kv_weights.requires_grad
 
 
 def test_a_cache_that_memory_has_no_room_for_changes_nothing(target, monkeypatch):
-    drafter = Drafter(tiny_draft(target, [2]), target.embed_head)
-    drafter.start(2, 10)
+    drafter = TreeDrafter(tiny_draft(target, [2]), target.embed_head, Plan())
+    drafter.start(Slots(2, 10, target.device))
     slots, store = drafter.slots, drafter.store
     monkeypatch.setattr("poss_lightning.decoding.drafting.SlotStore", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(torch.OutOfMemoryError):
-        drafter.start(8, 100)
+        drafter.start(Slots(8, 100, target.device))
     assert (drafter.slots, drafter.store) == (slots, store)
 
 

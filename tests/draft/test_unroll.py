@@ -4,15 +4,17 @@ import pytest
 import torch
 
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
-from poss_lightning.decoding.trees import ancestor_mask, rerank
+from poss_lightning.decoding.drafting import TreeDrafter
+from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import Packing, attend
+from poss_lightning.target.cache import Slots
 from tests.support import naive
 from tests.support.steps import Largest
 from tests.support.tiny import tiny_draft
 from tests.support.trees import given_noise
-from tests.support.unrolling import BLOCKS, KINDS, inputs, packed_padded_alone, unroll_what_is_drafted
+from tests.support.unrolling import BLOCKS, KINDS, append, inputs, packed_padded_alone, unroll_what_is_drafted
 
 
 def test_what_a_pass_sees_is_the_drawing():
@@ -61,12 +63,12 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(deep, allocation, conf
     """Two rows of different length, with the noise of a draw; the unroll knows nothing of trees or frontiers."""
     draft, depth, counts = tiny_draft(deep, allocation, **config), 4, [12, 9]
     tokens, _, features = inputs(deep, 12, batch=2, draft=draft)
-    drafter = Drafter(draft, deep.embed_head, depth, tree_width=4)
-    drafter.start(2, 64)
-    drafter.append_context(tokens, features, torch.tensor(counts))
-    drafter.slots.advance_host(counts)
+    drafter = TreeDrafter(draft, deep.embed_head, Plan(depth, 40, 4))
+    drafter.start(Slots(2, 64, torch.device("cpu")))
+    append(drafter, tokens, features, counts)
+    root = tokens.gather(1, torch.tensor(counts)[:, None] - 1)
     noise = torch.randn(2, depth + 1, 320, generator=torch.Generator().manual_seed(3))
-    tree = rerank(drafter.draft_tree(Fixed(depth, 40), given_noise(noise)), 40)
+    tree = drafter.draft(root, Fixed(drafter.plan), given_noise(noise))
     seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):
@@ -127,8 +129,8 @@ def test_every_parameter_gets_a_gradient(deep, allocation, config):
 def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(deep, kv, counts, layers):
     """Separately those of the sets 0..1, 0..3 and 0..5; of a shared cache each slot's once."""
     draft, calls = tiny_draft(deep, [2, 2, 2], kv=kv), []
-    drafter = Drafter(draft, deep.embed_head)
-    drafter.start(1, 64)
+    drafter = TreeDrafter(draft, deep.embed_head, Plan())
+    drafter.start(Slots(1, 128, torch.device("cpu")))
     assert len(drafter.store.keys) == layers
     _, embedded, features = inputs(deep)
     for layer in draft.layers:

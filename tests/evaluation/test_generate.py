@@ -12,19 +12,19 @@ from poss_lightning import clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
-from poss_lightning.evaluation.generate import NODES, Prompt, generate, guesses_of
+from poss_lightning.evaluation.generate import Prompt, generate, guesses_of
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.chat import Chat
 from poss_lightning.terminal import printable
+from tests.support.decoders import speculate
 from tests.support.tiny import tiny_draft
 
 NUMBER = r"\d+\.\d+"
 PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
-ALONE = {"draft": None, "nodes": NODES}
+ALONE = {"draft": None, "nodes": 60}
 PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
 
 
@@ -171,7 +171,7 @@ def test_a_text_that_ended_within_a_round_is_drawn_so_far(stop, path, bonus):
 
 
 def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
-    many = Speculative(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so that some are right
+    many = speculate(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so that some are right
     drawn = []
 
     def watch(now: Progress) -> None:

@@ -7,8 +7,9 @@ import torch
 
 from poss_lightning.corpus.draws import Draw, last_draws
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.draft.specialists import Specialists
@@ -17,13 +18,14 @@ from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling
+from tests.support.decoders import speculate
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 50
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
-TREES = [(6, 60, 10), (6, 7, 1), (3, 12, 3)]  # depth, nodes, tree_width
+PLANS = [Plan(6, 60, 10), Plan(6, 7, 1), Plan(3, 12, 3, lookup=5)]
 DRAWN = Sampling(1.0, top_p=0.95)
 WAYS = [(GREEDY, True), (DRAWN, True), (DRAWN, False)]  # how answers are chosen, and whether drafts see the draw
 
@@ -76,20 +78,20 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
 
 
 @pytest.mark.parametrize(
-    ("allocation", "options", "tree", "way"),
-    [(*draft, TREES[(at + i) % 3], way) for at, draft in enumerate(DRAFTS) for i, way in enumerate(WAYS)],
+    ("allocation", "options", "plan", "way"),
+    [(*draft, PLANS[(at + i) % 3], way) for at, draft in enumerate(DRAFTS) for i, way in enumerate(WAYS)],
     ids=str,
 )
-def test_replayed_rounds_are_the_engines(target, allocation, options, tree, way, monkeypatch):
+def test_replayed_rounds_are_the_engines(target, allocation, options, plan, way, monkeypatch):
     sampling, sees = way
-    depth, nodes, width = tree
     plain, draws = drawn(target, sampling)
-    draft = lucky(target, plain, allocation, sum(tree), **options)
+    draft = lucky(target, plain, allocation, plan.depth + plan.nodes + plan.tree_width, **options)
     with monkeypatch.context() as patch:
         if not sees:
-            patch.setattr(Drafter, "_noise", lambda *given: None)
+            patch.setattr(TreeDrafter, "_noise", lambda *given: None)
         generator = torch.Generator().manual_seed(3)
-        decoded = Speculative(target, draft, *tree).decode(PROMPTS, LIMIT, sampling=sampling, generator=generator)
+        engine = Speculative.from_draft(target, draft, plan)
+        decoded = engine.decode(PROMPTS, LIMIT, sampling=sampling, generator=generator)
     assert [one.tokens for one in decoded] == plain
     cut = [answer[-1] not in target.chat.stops for answer in plain]
     samples = [
@@ -100,11 +102,13 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, tree, way,
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
         monkeypatch.setattr(replay, "ROWS", rows)
-        replayed = replay_rounds(draft, target.embed_head, samples, depth=depth, nodes=nodes, tree_width=width)
+        replayed = replay_rounds(draft, target.embed_head, samples, plan)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             left = len(answer) - 1 - sum(a + 1 for a in rounds)
             assert rounds == own.accepted[: len(rounds)]
-            assert 0 <= left <= depth if was_cut else rounds == own.accepted  # rounds that it shows to their full depth
+            assert (
+                0 <= left <= plan.reach if was_cut else rounds == own.accepted
+            )  # rounds that it shows to their full depth
     assert sum(sum(own.accepted) for own in decoded) > (5 if sees else 0)  # something was accepted at all
 
 
@@ -115,10 +119,10 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     end = next(i for i, token in enumerate(plain) if i > 10 and token not in plain[:i] and i % 2 == drafted)
     whole = target.spec.vocab_size
     draft = make_draft(DraftConfig(target=target.spec, allocation=(1,), depth=1)).eval()
-    own = Speculative(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
+    own = speculate(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)
-    rounds = replay_rounds(draft, target.embed_head, [sample], depth=1, nodes=whole + 1, tree_width=whole)
+    rounds = replay_rounds(draft, target.embed_head, [sample], Plan(1, whole + 1, whole))
     assert rounds == [[own.accepted]]
 
 
@@ -128,7 +132,7 @@ def test_several_answers_of_a_conversation_stay_apart(target):
     sample = read(target, PROMPTS[1], list(range(100, 140)))
     draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
     samples = [sample._replace(spans=own) for own in (sorted(spans + short), spans[:1], spans[1:], short, [])]
-    whole, *apart = replay_rounds(draft, target.embed_head, samples, depth=4)
+    whole, *apart = replay_rounds(draft, target.embed_head, samples, Plan(4))
     assert apart == [whole[:1], whole[1:], [], []] and len(whole) == 2
 
 

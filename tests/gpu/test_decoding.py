@@ -7,7 +7,6 @@ import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.budget import Settled
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.suites import read_suites
@@ -15,7 +14,7 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target.cache import CUDA_STEP
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
-from tests.support.decoders import PROMPTS, drawn
+from tests.support.decoders import PROMPTS, drawn, speculate
 from tests.support.tiny import tiny_draft
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +62,7 @@ def decoder_of(target, kind, tree="fixed", graphs=None):
     if kind == "plain":
         return Autoregressive(target, graphs=graphs)
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
-    return Speculative(target, draft, 2, 8, 4, tree, graphs=graphs)
+    return speculate(target, draft, 2, 8, 4, tree, graphs=graphs)
 
 
 @pytest.mark.parametrize("kind, tree, law", WAYS)
@@ -90,7 +89,7 @@ def test_decoding_is_lossless_with_graphs_and_without(target, limit, kind, tree,
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafting", "plain"])
 def test_a_long_text_is_captured_once_in_512_slots_and_the_next_one_never(target, drafts, law):
-    decoder = Speculative(target, tiny_draft(target, [2, 2]), 4, 12, 5) if drafts else Autoregressive(target)
+    decoder = speculate(target, tiny_draft(target, [2, 2]), 4, 12, 5) if drafts else Autoregressive(target)
     captures, limit, cuda = count_captures(decoder), 1100, target.device.type == "cuda"
     first = texts(decoder, law, PROMPTS[:1], limit)
     assert not cuda or 1 < len(captures) <= 1 + limit / 512
@@ -106,7 +105,7 @@ def test_the_last_gpu_decodes_as_the_first(folder, target, limit):
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.device_count() - 1)
     last = Target.load(folder, "float32", str(device))
-    engine, plain = Speculative(last, tiny_draft(last, [1, 1]), 2, 8, 4), Autoregressive(target, graphs=False)
+    engine, plain = speculate(last, tiny_draft(last, [1, 1]), 2, 8, 4), Autoregressive(target, graphs=False)
     assert texts(engine, GREEDY, PROMPTS, limit) == texts(plain, GREEDY, PROMPTS, limit)
     assert engine.graphs.enabled == (device.type == "cuda")
     assert device.type == "cpu" or not torch.backends.cuda.cudnn_sdp_enabled()  # it would plan anew for each length
@@ -121,7 +120,7 @@ def test_shipped_drafts_on_the_embedded_target_are_lossless_in_float32(device, l
     target = Target.load("embedded", "float32", str(device))
     count, limit = (4, 64) if device.type == "cpu" else (12, 128)
     drafts = [load_draft(name) for name in shipped()]
-    decoders = [Autoregressive(target), *(Speculative(target, draft, nodes=20, tree_width=5) for draft in drafts)]
+    decoders = [Autoregressive(target), *(speculate(target, draft, nodes=20, tree_width=5) for draft in drafts)]
     plain = Autoregressive(target, graphs=False)
     for question in read_suites(limit=2)[:count]:
         prompt = target.chat.prompt([{"role": "user", "content": question.turns[0]}])

@@ -197,6 +197,14 @@ def test_the_measure_of_the_worked_example_has_its_columns(tmp_path, capsys, mon
     assert "poss-1" in capsys.readouterr().out
 
 
+def test_the_drafter_of_the_worked_example_is_lossless(tiny_folder):
+    """Its last line says so."""
+    (example,) = [
+        block.text for block in blocks((ROOT / "docs/extending.md").read_text(), "python") if "KnownText" in block.text
+    ]
+    exec(example.replace('"embedded"', repr(str(tiny_folder))), {})
+
+
 def test_the_family_of_the_worked_example_is_tested():
     text = (ROOT / "docs/extending.md").read_text()
     (example,) = [block.text for block in blocks(text, "python") if "FAMILIES" in block.text]

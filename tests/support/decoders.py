@@ -4,10 +4,16 @@ from itertools import count
 
 import torch
 
+from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.sampling import GREEDY
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
 STOPS = frozenset({1})
+
+
+def speculate(target, draft, *plan, tree="fixed", graphs=None, **sizes) -> Speculative:
+    return Speculative.from_draft(target, draft, Plan(*plan, **sizes), tree, graphs)
 
 
 def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):
@@ -21,10 +27,10 @@ def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS, watch
 
 def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
     """Let chains say what the target will, row by row, but for one token in every so many rounds."""
-    draft_tree, turns = engine.drafter.draft_tree, count(1)
+    draft, turns = engine.drafter.draft, count(1)
 
-    def planted(budget, noise=None):
-        tree, turn = draft_tree(budget, noise), next(turns)
+    def planted(*given):
+        tree, turn = draft(*given), next(turns)
         tokens, nodes = tree.tokens.clone(), tree.tokens.shape[1]
         rows = zip(engine.active.prompts, engine.cache.slots.host_lengths, strict=True)
         for row, (prompt, length) in enumerate(rows):
@@ -34,4 +40,4 @@ def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
                 tokens[row, node] = (token + 1) % 320 if is_wrong else token
         return tree._replace(tokens=tokens)
 
-    engine.drafter.draft_tree = planted
+    engine.drafter.draft = planted

@@ -118,7 +118,8 @@ def parsed(command: Command) -> dict[str, Any]:
 
     @functools.wraps(function)
     def stop(*args, **kwargs) -> None:
-        raise Parsed(inspect.signature(function).bind(*args, **kwargs).arguments)
+        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+        raise Parsed(arguments | arguments.pop("plan", {}))
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed) as caught:
         patch.setattr(owner, work, stop)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from hypothesis import strategies as st
 
-from poss_lightning import cli
+from poss_lightning import Plan, cli
 from poss_lightning.draft.config import DraftOptions
 
 SMALL = [1, 2, 3, 5]
@@ -149,10 +149,11 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
 
 
 def _parameters(owner: Callable) -> dict[str, Parameter]:
-    """Options of a function or class; its keywords are those of a draft."""
+    """Options of a function or class; its keywords are those of a plan, or of a draft."""
     found = signature(owner).parameters
     named = {name: each for name, each in found.items() if each.kind is not Parameter.VAR_KEYWORD}
-    return named if len(named) == len(found) else named | signature(DraftOptions).parameters
+    passed_on = Plan if "plan" in found else DraftOptions
+    return named if len(named) == len(found) else {**signature(passed_on).parameters, **named}
 
 
 def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:

@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Progress
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.model import Target
+from tests.support.decoders import speculate
 
 SETTINGS = {  # of vLLM, where the user set none
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process, to be watched
@@ -51,7 +51,7 @@ class Answer:
 
 def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
     """Our engine's answers, on chains, one prompt at a time."""
-    engine = Speculative(target, draft, depth, nodes=depth + 1, tree_width=1)
+    engine = speculate(target, draft, depth, nodes=depth + 1, tree_width=1)
     answers = [Answer() for _ in prompts]
     for prompt, answer in zip(prompts, answers, strict=True):
         engine.decode([prompt], limit, frozenset(), watch=answer.note)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.budget import Fixed
-from poss_lightning.decoding.drafting import Drafter
+from poss_lightning.decoding.drafting import TreeDrafter
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.draft.unroll import unroll
+from poss_lightning.target.cache import Slots
 from poss_lightning.target.model import Target
 
 # of a context so short that the tiny target's four frequencies are kept, mixed and slowed
@@ -52,6 +54,14 @@ def packed(rows: list[list[int]], count: int, device: torch.device | str = "cpu"
     return Packing(rows, torch.tensor([(row + [0] * count)[:count] for row in positions], device=device))
 
 
+def append(drafter: TreeDrafter, tokens: Tensor, draft_input: Tensor, counts: list[int]) -> None:
+    """Let verified slots arrive: the first so many of each row."""
+    on_device = torch.tensor(counts, device=tokens.device)
+    drafter.slots.advance_device(on_device)
+    drafter.slots.advance_host(counts)
+    drafter.append_context(tokens, draft_input, on_device)
+
+
 def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, Tensor, bool]:
     """Let the Drafter draft a chain, and feed its tokens to the unroll.
 
@@ -60,17 +70,16 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     """
     start, depth, device = 11, 6, target.device
     tokens, _, features = inputs(target, start + 1, draft=draft)
-    drafter = Drafter(draft, target.embed_head, depth, tree_width=1)
-    drafter.start(1, 64)
+    plan = Plan(depth, depth + 1, tree_width=1)
+    drafter, budget = TreeDrafter(draft, target.embed_head, plan), Fixed(plan)
+    drafter.start(Slots(1, 64, device))
     for first, last in ((0, 7), (7, start + 1)):  # in two rounds; how slots arrive makes no difference
         if first:
-            drafter.draft_tree(Fixed(depth, depth + 1))
-        count = torch.tensor([last - first], device=device)
-        drafter.append_context(tokens[:, first:last], features[:, first:last], count)
-        drafter.slots.advance_host([last - first])
+            drafter.draft(tokens[:, first - 1 : first], budget)
+        append(drafter, tokens[:, first:last], features[:, first:last], [last - first])
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    chain = drafter.draft_tree(Fixed(depth, depth + 1)).tokens[:, 1:]  # (1, K)
+    chain = drafter.draft(tokens[:, -1:], budget).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, features.new_zeros(1, depth, features.shape[-1])], dim=1)
     passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     unrolled = torch.stack([output[0, start + k] for k, output in enumerate(passes)])  # (K, D)

@@ -5,7 +5,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
@@ -16,7 +15,7 @@ from poss_lightning.target.generation import pad_right, prefill
 from poss_lightning.target.model import Target
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
-from tests.support.decoders import PROMPTS, plant, tokens_of
+from tests.support.decoders import PROMPTS, plant, speculate, tokens_of
 from tests.support.families import FAMILIES, MIXED, SIZE, TURN, WINDOW
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_tokenizer
@@ -59,13 +58,13 @@ def test_greedy_is_lossless(target):
     assert len({token for text in expected for token in text}) > 20  # the target does not just repeat itself
     assert tokens_of(Autoregressive(target), limit=20) == expected
     for allocation, *tree in ([1, 3, 2], 6, 40, 5), ([2, 1], 3, 7, 1):
-        assert tokens_of(Speculative(target, tiny_draft(target, allocation), *tree), limit=20) == expected
+        assert tokens_of(speculate(target, tiny_draft(target, allocation), *tree), limit=20) == expected
 
 
 @pytest.mark.parametrize("wrong_every", [0, 2])
 def test_long_paths_accepted_are_lossless_too(target, wrong_every):
     future = tokens_of(Generate(target), PROMPTS[:1], 58, frozenset())[0]
-    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
+    speculative = speculate(target, tiny_draft(target, [2, 2, 2]), 6, 7, 1)
     plant(speculative, [future], PROMPTS[:1], wrong_every)
     decoded = speculative.decode(PROMPTS[:1], 50, frozenset())[0]
     assert decoded.tokens == future[:50]
@@ -116,7 +115,7 @@ def test_what_is_drafted_beyond_the_context_does_not_change_other_angles(name):
     expected = [tokens_of(Generate(target), [prompt], 12, frozenset())[0] for prompt in prompts]
     assert [len(text) for text in expected] == [4, 12]
     assert tokens_of(Autoregressive(target), prompts, 12, frozenset()) == expected
-    speculative = Speculative(target, tiny_draft(target, [2, 2, 2]), 6, 20, 3)
+    speculative = speculate(target, tiny_draft(target, [2, 2, 2]), 6, 20, 3)
     assert tokens_of(speculative, prompts, 12, frozenset()) == expected
 
 
@@ -161,7 +160,7 @@ def test_a_stretched_target_continues_long_prompts_as_transformers_does(name):
     target, prompt = family(name, max_position_embeddings=16), list(range(20, 60))
     expected = tokens_of(Generate(target), [prompt], 12, frozenset())
     assert tokens_of(Autoregressive(target), [prompt], 12, frozenset()) == expected
-    assert tokens_of(Speculative(target, tiny_draft(target, [1, 2]), 3, 10, 2), [prompt], 12, frozenset()) == expected
+    assert tokens_of(speculate(target, tiny_draft(target, [1, 2]), 3, 10, 2), [prompt], 12, frozenset()) == expected
 
 
 REFUSED = {

@@ -11,12 +11,11 @@ from accelerate import dispatch_model
 from transformers import AutoConfig
 
 from poss_lightning.decoding.autoregressive import Generate
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.target import loading, placement
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
-from tests.support.decoders import PROMPTS, STOPS, tokens_of
+from tests.support.decoders import PROMPTS, STOPS, speculate, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
 
@@ -30,7 +29,7 @@ def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
     assert spread.spec.difference(target.spec) is None
     expected = PlainLoop(target).generate(PROMPTS, 20, STOPS)
     assert PlainLoop(spread).generate(PROMPTS, 20, STOPS) == expected
-    for decoder in (Speculative(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
+    for decoder in (speculate(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
         assert tokens_of(decoder, limit=20) == expected
 
 

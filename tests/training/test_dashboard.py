@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import metadata
 
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
@@ -108,7 +109,7 @@ def test_validation_replays_the_held_out_answers(learn, store):
     data, draft, logged = trainer.datamodule, trainer.lightning_module.draft.eval(), trainer.callback_metrics
     held = [data.source[i] for i in data.held_out]
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay_rounds(draft, data.source.embed_head(), held, depth=DEPTH, nodes=nodes, tree_width=tree_width)
+        found = replay_rounds(draft, data.source.embed_head(), held, Plan(DEPTH, nodes, tree_width))
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert float(logged[f"val/tau_{kind}"]) == pytest.approx(tau)

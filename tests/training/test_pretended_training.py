@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation import replay
 from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureData
@@ -166,11 +167,11 @@ def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
     module = SpecialistTraining(stores["eagle2"], allocation=[2])
     samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
     monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
-    host = replay.replay_rounds(module.draft, module.embed_head, samples, depth=2)
+    host = replay.replay_rounds(module.draft, module.embed_head, samples, Plan(2))
     rounds.clear()
     device.waits.clear()
     samples = move_data_to_device(samples, DEVICE)
-    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, depth=2) == host
+    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, Plan(2)) == host
     assert len(rounds) > 10 and sum("replay.py" in wait for wait in device.waits) < 1.5 * len(rounds)
 
 

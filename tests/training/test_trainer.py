@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.probe import Replay
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.datamodule import FeatureData
@@ -58,7 +59,7 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
         losses, _ = module._losses(collate([[sample] for sample in samples]), 2)
     means = losses.weighted / losses.slots
     assert found["val/loss"] == pytest.approx(float(means[0] + 0.7 * means[1]), rel=1e-4)
-    replayed = replay_rounds(module.draft, module.embed_head, samples, depth=2)
+    replayed = replay_rounds(module.draft, module.embed_head, samples, Plan(2))
     accepted = [count for sample in replayed for answer in sample for count in answer]
     assert found["val/tau_tree"] == pytest.approx(1 + sum(accepted) / len(accepted))
     with pytest.warns(UserWarning, match="trained on 12 of these 12"):

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import LambdaCallback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.datamodule import FeatureData
@@ -25,7 +24,7 @@ from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.muon import Muon
 from tests.support import naive
-from tests.support.decoders import tokens_of
+from tests.support.decoders import speculate, tokens_of
 from tests.support.ranks import QUIET
 from tests.support.resuming import fit
 from tests.support.talks import BLOCK, EAGLE3
@@ -111,7 +110,7 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
     for folder in ("draft-best", "draft-last"):
         draft = load_draft(tmp_path / folder)
         assert draft.config.kind == options.get("kind", "eagle2") and draft.config.target == target.spec
-        assert tokens_of(Speculative(target, draft)) == tokens_of(Autoregressive(target))
+        assert tokens_of(speculate(target, draft)) == tokens_of(Autoregressive(target))
 
 
 @pytest.mark.parametrize("size", [200, None])

@@ -1,0 +1,50 @@
+"""What the engine asks of whatever proposes tokens. A new strategy is one class with these names."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from poss_lightning.decoding.budget import Budget
+from poss_lightning.decoding.trees import Tree
+from poss_lightning.sampling import Noise
+from poss_lightning.target.cache import Slots
+
+
+class Drafter(Protocol):
+    """Proposes a tree for each of B texts in each round. It changes how fast tokens come, never which.
+
+    The engine calls `start`, then `append_context` with the prompts, then in every round `draft` and `append_context`.
+    On CUDA a round is captured: its tensors keep their shapes and places, and nothing waits for the device.
+
+    Attributes:
+        depth: the longest path that it can propose.
+        layers: inner layers of the target that it reads; () for the features.
+        room: slots after the longest text that its cache writes in a round; 0 without a cache.
+    """
+
+    depth: int
+    layers: tuple[int, ...]
+    room: int
+
+    def start(self, slots: Slots) -> None:
+        """Begin with other texts. `slots` are the target's: how long the texts are, and which slots come next."""
+
+    def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:
+        """Take in newly verified slots, which `slots` counts already.
+
+        Args:
+            tokens: (B, n) the tokens on the right of the slots; the last real one is the next root.
+            draft_input: (B, n, R) what the target computed on their left.
+            counts: (B,) how many of the n are real.
+        """
+
+    def draft(self, root: Tensor, budget: Budget, noise: Noise | None = None) -> Tree:
+        """A tree under `root` (B, 1), the newest token of each text; `noise` is T g at the places below it."""
+        ...
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch; `slots` has them already."""
+
+    def state(self) -> list[Tensor]:
+        """Tensors that a round changes, and reads before it writes them, beside those of `slots`."""
+        ...
