@@ -131,10 +131,11 @@ class LastCheckpoint(Checkpoint):
             2,000 on a GPU, where writing a large draft takes as long as hundreds of steps, and 200 elsewhere.
     """
 
+    stop: Stop  # of the training that runs
+
     @check_numbers
     def __init__(self, every_n_train_steps: Count | None = None):
-        self.every = every_n_train_steps
-        self.stop: Stop | None = None  # of the training that runs
+        self.every: int = every_n_train_steps or 0
         self.repeats = False  # whether a resumed training repeats the validation
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
@@ -180,7 +181,7 @@ class LastCheckpoint(Checkpoint):
             raise self.stop.interrupt()
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, exception: BaseException) -> None:
-        if self.stop:
+        if hasattr(self, "stop"):
             self.stop.close()
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, checkpoint: dict) -> None:

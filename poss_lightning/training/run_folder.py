@@ -97,8 +97,8 @@ def check_unused(folder: Path, checkpoint: str | Path | None) -> None:
 
 def check_trainer_folder(trainer: lightning.Trainer) -> None:
     """Raise FileExistsError where a trainer that begins, or resumes, would overwrite a different training."""
-    folder = folder_of(trainer)
-    if trainer.is_global_zero and (trainer.ckpt_path or trainer.global_step == 0) and not trainer.fast_dev_run:
+    folder, dry = folder_of(trainer), trainer.fast_dev_run  # pyright: ignore[reportAttributeAccessIssue]
+    if trainer.is_global_zero and (trainer.ckpt_path or trainer.global_step == 0) and not dry:
         check_unused(folder, trainer.ckpt_path)
 
 

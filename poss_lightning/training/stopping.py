@@ -41,7 +41,8 @@ class Stop:
         self.launcher, self.rank, self.world = trainer.strategy.launcher, trainer.global_rank, trainer.world_size
         group = HashStore() if self.world == 1 else distributed_c10d._get_default_store()
         self.store = PrefixStore(f"stop/{next(FITS)}", group.clone())  # a clone, as a thread uses it
-        self.place, self.last, self.number = 0, inf, signal.SIGTERM
+        self.place, self.last = 0, inf
+        self.number: int = signal.SIGTERM
         self.asked, self.agreed, self.arrived, self.closed = (threading.Event() for _ in range(4))
         self.lock = threading.RLock()  # of `place`; a handler may interrupt the thread that has it
         environment = trainer._accelerator_connector.cluster_environment  # pyright: ignore[reportAttributeAccessIssue]
