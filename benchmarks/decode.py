@@ -1,12 +1,13 @@
-"""`make bench-decode`: what rounds cost, alone and in batches. Prints figures, writes runs/bench/decode.json.
+"""`make bench-decode`: how fast answers are, and what rounds cost. Prints figures, writes runs/bench/decode.json.
 
+speed       tokens per second of answers one at a time: transformers' `generate`, its prompt lookup, our plain loop, and
+            the draft with and without lookup, over `generate` and plain
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
 draws       a round that draws beside a greedy one, by tree
 context     a draft step and verification beside a plain step, by tokens of the text
 batch       tokens per second of batches of prompts, by plain decoding and by the draft
 
-Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round takes. How fast
-single answers are, `poss benchmark` measures.
+Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round takes.
 """
 
 import argparse
@@ -15,19 +16,22 @@ from functools import partial
 from statistics import mean, median
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.measure import in_turn, ratios, show, spread, write
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.autoregressive import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import Question, read_suites
+from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
@@ -48,7 +52,36 @@ VOCABULARY = 8192  # of the drafts whose costs are compared
 PLANS = {"chain": Plan(6, 7, 1), "16 nodes, width 4": Plan(6, 16, 4), "60 nodes, width 10": Plan(6, 60, 10)}
 LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-PARTS = ("costs", "draws", "context", "batch")
+PARTS = ("speed", "costs", "draws", "context", "batch")
+
+
+def speed(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
+    """Tokens per second of each method, and how many times faster than `generate` and plain; with 95 % intervals."""
+    both = Plan(lookup=DEFAULT_LOOKUP)
+    methods = {
+        "generate": Generate(target),
+        "generate, prompt lookup": Generate(target, DEFAULT_LOOKUP),
+        "plain": Autoregressive(target),
+        "lookup": Speculative.from_draft(target, None, both),
+        "draft": Speculative.from_draft(target, draft, tree="auto"),
+        "draft and lookup": Speculative.from_draft(target, draft, both, "auto"),
+    }
+    prompts, answers = [question.first_prompt(target.chat) for question in questions], {name: [] for name in methods}
+    for prompt in [prompts[0], *prompts]:  # the first one once more, as a warm-up
+        for name, method in methods.items():
+            answers[name] += method.decode([prompt], limit)
+    every = leave_one_out(len(prompts))
+    rates, found = {}, {}
+    for name, own in answers.items():
+        tokens, seconds = np.array([(len(one.tokens), one.seconds["total"]) for one in own[1:]]).T  # (Q,) each
+        rates[name] = Jackknife((every @ tokens) / (every @ seconds), tokens > 0)
+    for name, rate in rates.items():
+        found[name] = {"tokens_per_second": rate.values[0]} | {
+            f"over {base}": interval(mean_over([rate], [rates[base]], logs=True), logs=True).with_interval()
+            for base in ("generate", "plain")
+            if name != base
+        }
+    return found
 
 
 def costs(target: Target, drafts: dict[str, Specialists], rounds: int, plan: Plan | None = None) -> dict[str, Any]:
@@ -137,18 +170,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all by default")
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
-    parser.add_argument("--draft", default="embedded-hass", help="for draws, context and batch")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--draft", default="embedded-hass", help="for speed, draws, context and batch")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=24, help="timed rounds")
     parser.add_argument("--out", default="runs/bench/decode.json")
     options = parser.parse_args(arguments)
-    questions, target = read_suites(options.suites, options.limit), Target.load("embedded", device=options.device)
+    questions, target = (
+        read_suites(options.suites, options.limit),
+        Target.load("embedded", options.dtype, options.device),
+    )
     draft, rounds = load_draft(options.draft), options.rounds
     kept = list(range(min(VOCABULARY, target.spec.vocab_size)))
     kinds = {name: random_draft(target, vocabulary=kept, **kind) for name, kind in KINDS.items()}
     works = (
+        partial(speed, target, draft, questions, options.max_new_tokens),
         partial(costs, target, kinds, rounds),
         partial(draws, target, draft, rounds),
         partial(context, target, draft),

@@ -35,10 +35,11 @@ class Generate(Decoder):
 
     Args:
         target: the frozen model.
+        lookup: tokens of its prompt lookup (`prompt_lookup_num_tokens`), which takes one text at a time; 0 for none.
     """
 
-    def __init__(self, target: Target):
-        self.target = target
+    def __init__(self, target: Target, lookup: int = 0):
+        self.target, self.lookup = target, lookup
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -67,6 +68,7 @@ class Generate(Decoder):
                 eos_token_id=sorted(stops) or None,
                 pad_token_id=min(stops, default=0),
                 repetition_penalty=sampling.repetition_penalty,
+                prompt_lookup_num_tokens=self.lookup or None,
                 **drawing,
             )
         new = output[:, flipped.shape[1] :].tolist()

@@ -31,6 +31,9 @@ def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch,
     assert set(written["costs"]) == {"[1]"} and written["questions"] == 1
     assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
     assert written["batch"]["8"]["plain"]["speed_up"] == 1
+    assert (
+        written["speed"]["generate"]["tokens_per_second"] > 0 and float(written["speed"]["draft"]["over generate"]) > 0
+    )
     assert all(f"\n{part}\n" in printed for part in decode.PARTS) and "60_nodes" in written["context"]["300 tokens"]
 
 
