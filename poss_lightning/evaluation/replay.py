@@ -179,7 +179,7 @@ def replay_rounds(
 def _replay_all(drafter: TreeDrafter, answers: list[Answer], title: str | None = None) -> list[list[int]]:
     """What each round of every answer accepts; those of about the same length side by side. A title shows a bar."""
     alike: dict[Sampling, list[int]] = {}
-    on_gpu = drafter.draft.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
+    on_gpu = drafter.specialists.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
     rows, rounds = (GPU_ROWS if on_gpu else ROWS), {}
     lengths = [len(answer.tokens) - answer.start for answer in answers]
     for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
