@@ -226,7 +226,7 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
         at, moves = send(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, at + path[1:])
-        tree = drafter.draft(text.gather(1, at), budget, noise)
+        tree = drafter.draft(text.gather(1, at).clamp(min=0), budget, noise)
         tree = join(tree, lookup.find(at[:, 0])[0]) if lookup.count else tree
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (at + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)

@@ -136,7 +136,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_pa
     samples, draft = [store[i] for i in range(len(store))], load_draft(learnt["eagle3"])
     reading = Reading(deep, draft.config, draft.state_dict(), {}, deep.embed_head, draft.config.aux_layers)
     training = SpecialistTraining(
-        str(tmp_path / "store"), [3], kind="eagle3", depth=2, start_from=str(learnt["eagle3"])
+        str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(learnt["eagle3"])
     )
     training.validation_step(collate([[sample] for sample in samples]))
     validated, counts = training.val_metrics.acceptance, unrolled(reading, samples)

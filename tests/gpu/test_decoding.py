@@ -62,7 +62,7 @@ def decoder_of(target, kind, tree="fixed", graphs=None):
     if kind == "plain":
         return Autoregressive(target, graphs=graphs)
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
-    return speculate(target, draft, 2, 8, 4, tree, graphs=graphs)
+    return speculate(target, draft, 2, 8, 4, tree=tree, graphs=graphs)
 
 
 @pytest.mark.parametrize("kind, tree, law", WAYS)
