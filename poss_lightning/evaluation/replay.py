@@ -139,7 +139,7 @@ def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Speci
 
 
 def check_store(store: str, draft: DraftConfig | None) -> None:
-    """Raise ValueError where the store lacks what such a draft reads, or is no store."""
+    """Raise ValueError for a store that lacks what such a draft reads, or a path that is not a store."""
     features = FeatureStore(store)
     if draft and (difference := draft.target.difference(features.target)):
         raise ValueError(f"{store} is of another target than the draft: {difference}")
