@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml
 demo: setup  ## fine-tune the shipped layer as HASS and PosS-2, benchmark all drafts, write runs/demo/report.html
 	$(BIN)/poss demo
 
-test: setup  ## test every law with a small case, on all cores: about five minutes on two
+test: setup  ## test every law with a small case, on all cores: 5 to 11 minutes on two
 	$(TESTS)
 
 test-all: setup  ## run every test except those in vLLM: also grids, signals, stand-ins, the embedded model
