@@ -54,14 +54,20 @@ class DraftFolders(lightning.Callback):
             return
         self.validated = True
         self._save(trainer, pl_module, "draft-last")
-        value = trainer.callback_metrics.get(self.monitor)
+        logged = trainer.callback_metrics
+        value = logged.get(self.monitor)
         if value is None or math.isnan(value):
             rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
             return
         score = trainer.strategy.broadcast(self.sign * float(value))  # processes may differ by rounding, and all save
-        if score > self.best:
+        if improves := score > self.best:
             self.best = score
             self._save(trainer, pl_module, "draft-best")
+        if trainer.is_global_zero:
+            line = f"step {trainer.global_step}: {self.monitor} {float(value):#.3g}" + " (best)" * improves
+            if "val/loss" in logged.keys() - {self.monitor}:
+                line += f", val/loss {float(logged['val/loss']):#.3g}"
+            logger.info(line + " → draft-best" * improves)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
@@ -99,7 +105,12 @@ class ValidateFirst(lightning.Callback):
 
 
 class StepLines(lightning.Callback):
-    """Logs a line every `log_every_n_steps` where stdout is no terminal, which would show a progress bar."""
+    """Logs a line every `log_every_n_steps`, in place of the progress bar, where stdout is not a terminal."""
+
+    def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
+        bar = trainer.progress_bar_callback
+        if bar is not None and logger.isEnabledFor(logging.INFO) and not sys.stdout.isatty():
+            bar.disable()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.started, self.first, self.printed = time.monotonic(), trainer.global_step, trainer.global_step

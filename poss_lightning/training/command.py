@@ -263,6 +263,7 @@ def _quieten() -> None:
         "Checkpoint directory .* exists and is not empty",  # of a training that resumes
     ):
         warnings.filterwarnings("ignore", words)
+    warnings.filterwarnings("once", "This DataLoader will create")  # of training and validation alike
     modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
     for module in modules:
         logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)

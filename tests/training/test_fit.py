@@ -129,6 +129,28 @@ def test_a_log_file_gets_a_line_every_so_many_steps_and_of_0_none(store, caplog,
     assert bool([*tmp_path.rglob("metrics.csv")]) == bool(every)
 
 
+def test_a_log_file_gets_a_line_per_validation_and_no_bar(store, caplog, capsys, monkeypatch, tmp_path):
+    """As `poss fit … > log` writes it, with a warning once: a bar would write its last state only, and count epochs."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(torch._utils, "cpu_count", lambda: 0)
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}
+    trainer = {"logger": logger, "max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    shown = {"limit_val_batches": 1, "enable_progress_bar": None}
+    with warnings.catch_warnings(record=True) as heard:
+        fit(CPU, cut(store, **trainer | shown), {"data": {"batch_tokens": 128, "workers": 1}})
+    assert sum("This DataLoader will create 1 " in str(each.message) for each in heard) == 1
+    assert capsys.readouterr().out == ""
+    lines = [words for words in caplog.messages if "val/" in words]
+    with (tmp_path / "run/metrics.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["val/loss"]]
+    best = 0.0
+    for row, line in zip(rows, lines, strict=True):
+        tau, loss = (float(row[name]) for name in ("val/tau_tree", "val/loss"))
+        improves, best = tau > best, max(tau, best)
+        words = f"step {int(row['step']) + 1}: val/tau_tree {tau:#.3g}{' (best)' * improves}, val/loss {loss:#.3g}"
+        assert line == words + " → draft-best" * improves
+
+
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     """A kill before the first last.ckpt leaves a draft, perhaps Lightning's checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
