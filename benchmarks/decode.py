@@ -3,7 +3,6 @@
 speed       tokens per second of answers one at a time: transformers' `generate`, its prompt lookup, our plain loop, and
             the draft with and without lookup, over `generate` and plain
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
-draws       a round that draws beside a greedy one, by tree
 context     a draft step and verification beside a plain step, by tokens of the text
 batch       tokens per second of batches of prompts, by plain decoding and by the draft
 
@@ -32,7 +31,6 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over
-from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
@@ -49,10 +47,9 @@ KINDS = {  # experiments/methods and size have the same, trained
     "block of 12": {"allocation": (12,), "depth": 12, "kind": "block"},
 }
 VOCABULARY = 8192  # of the drafts whose costs are compared
-PLANS = {"chain": Plan(6, 7, 1), "16 nodes, width 4": Plan(6, 16, 4), "60 nodes, width 10": Plan(6, 60, 10)}
 LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
-PARTS = ("speed", "costs", "draws", "context", "batch")
+PARTS = ("speed", "costs", "context", "batch")
 
 
 def speed(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
@@ -104,21 +101,6 @@ def costs(target: Target, drafts: dict[str, Specialists], rounds: int, plan: Pla
     }
 
 
-def draws(target: Target, draft: Specialists, rounds: int) -> dict[str, Any]:
-    """Time of a round that draws over that of a greedy one, in turn; both read as many slots."""
-    found = {}
-    for name, plan in PLANS.items():
-        samplings = {"greedy": GREEDY, "drawn": Sampling(1.0)}
-        engines = {kind: Speculative.from_draft(target, draft, plan) for kind in samplings}
-        texts = {kind: partial(next, rounds_of(engines[kind], rounds, samplings[kind])) for kind in samplings}
-        times = in_turn(texts, rounds, target.device.type, WARMUP)
-        found[name] = {
-            "greedy_ms": 1000 * median(times["greedy"]),
-            "drawn_over_greedy": spread(ratios(times, "drawn", "greedy")),
-        }
-    return found
-
-
 def context(target: Target, draft: Specialists) -> dict[str, Any]:
     """What `tree: auto` measures on texts of several lengths; all but the plain step in plain steps."""
     found = {}
@@ -132,12 +114,11 @@ def context(target: Target, draft: Specialists) -> dict[str, Any]:
     return found
 
 
-def rounds_of(engine: Speculative, count: int, sampling: Sampling = GREEDY) -> Iterator[Progress]:
+def rounds_of(engine: Speculative, count: int) -> Iterator[Progress]:
     """The engine's own loop on a text with room for `count` rounds and the warm-up."""
     limit = 1 + (count + WARMUP + 1) * (engine.drafter.depth + 1)
     prompt = engine.target.chat.prompt([{"role": "user", "content": QUESTION}])
-    generator = torch.Generator().manual_seed(0)
-    return engine.rounds(Request([prompt], limit, frozenset(), sampling, generator), Clock(engine.target.device))
+    return engine.rounds(Request([prompt], limit, frozenset()), Clock(engine.target.device))
 
 
 def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
@@ -171,7 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="all by default")
     parser.add_argument("--device", default="cpu", choices=list(BATCHES))
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--draft", default="embedded-hass", help="for speed, draws, context and batch")
+    parser.add_argument("--draft", default="embedded-hass", help="for speed, context and batch")
     parser.add_argument("--suites", nargs="+", help="files, folders or names of the project's own suites")
     parser.add_argument("--limit", type=int, help="questions of each suite")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -188,7 +169,6 @@ def main(arguments: list[str] | None = None) -> None:
     works = (
         partial(speed, target, draft, questions, options.max_new_tokens),
         partial(costs, target, kinds, rounds),
-        partial(draws, target, draft, rounds),
         partial(context, target, draft),
         partial(batch, target, draft, questions, options.max_new_tokens),
     )

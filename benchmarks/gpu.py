@@ -1,19 +1,24 @@
 """`make bench-gpu`: training, rounds, extraction, real answers and memory on a GPU, in less than twenty minutes.
 
-step      a training step at the sizes of Llama-3-8B, beside the published one and the rate of products
-rounds    rounds and plain steps at these sizes, with and without graphs, beside the bandwidth floor
+step      a training step at the sizes of Llama-3-8B and SmolLM2-135M, beside the published one and the rate of products
+rounds    rounds and plain steps at the sizes of Llama-3-8B, with and without graphs, beside the bandwidth floor
 extract   tokens per second of extraction, beside the bare forward
 answers   `poss benchmark` of the embedded target's suites, with a shipped draft
 
-Prints each part and writes runs/bench/gpu.json. After a kill, the same command resumes with the parts that are missing.
-With POSS_DEVICE=cpu every line runs at tiny sizes, so that the first GPU finds no typing error; these figures mean
-nothing.
+Prints each part and writes runs/bench/gpu.json. A row that fails does not end the others; the exit status is then 1.
+After a kill or a failure, the same command resumes with the rows that are missing. With POSS_DEVICE=cpu every line runs
+at tiny sizes and without graphs, so that the first GPU finds no typing error; these figures mean nothing.
 """
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -29,12 +34,14 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Request
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.machine import choose_dtype
 from poss_lightning.reports.findings import find
-from poss_lightning.target.cache import SlotStore
+from poss_lightning.sampling import Sampling
+from poss_lightning.target.cache import SlotStore, TreeCache
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
@@ -43,15 +50,21 @@ WARMUP = 4  # the prefill, and rounds that capture graphs
 EXPECTED = {"plain_step_ms": 5.6, "round_ms": 8.0}
 
 
+Figures = dict[str, Any]
+Rows = Iterator[tuple[str, Callable[[], Figures]]]  # of a part: each row's name, and what measures it
+
+
 class Scale(NamedTuple):
     """How large everything is; by default as on a GPU."""
 
     sizes: tuple[int, ...] = train.LLAMA_3_8B
     layers: int = 32
-    slots: tuple[int, ...] = (2048, 8192)  # of a training step
+    steps: tuple[tuple[str, int], ...] = (("8B", 2048), ("8B", 8192), ("135M", 4096))  # sizes and slots of a step
+    small_sizes: tuple[int, ...] = train.SMOLLM2
     batches: tuple[int, ...] = (1, 4, 16)  # texts side by side
     nodes: int = 60
     prompt_tokens: int = 512
+    long_tokens: int = 7900  # with the rounds nearly the whole context
     repeats: int = 20
     conversations: int = 64
     questions: int = 5  # of each suite
@@ -61,10 +74,12 @@ class Scale(NamedTuple):
 TINY = Scale(
     sizes=(64, 96, 4, 2, 16, 500),
     layers=2,
-    slots=(32, 64),
+    steps=(("8B", 64), ("135M", 32)),
+    small_sizes=(32, 48, 4, 2, 8, 300),
     batches=(1, 2),
     nodes=8,
     prompt_tokens=16,
+    long_tokens=40,
     repeats=2,
     conversations=2,
     questions=1,
@@ -72,60 +87,74 @@ TINY = Scale(
 )
 
 
-def step(scale: Scale, device: str) -> dict[str, Any]:
-    dtype = getattr(torch, choose_dtype("auto", device))
-    return {f"T {slots}": train.figures(scale.sizes, slots, device, dtype) for slots in scale.slots}
+def step(scale: Scale, device: str) -> Rows:
+    dtype, sizes = getattr(torch, choose_dtype("auto", device)), {"8B": scale.sizes, "135M": scale.small_sizes}
+    for name, slots in scale.steps:
+        yield f"{name}, {slots} slots", partial(train.figures, sizes[name], slots, device, dtype)
 
 
-@torch.inference_mode()
-def rounds(scale: Scale, device: str) -> dict[str, Any]:
-    """Rounds, their parts and plain steps of batches, with and without graphs, beside the time to read what they need.
+def rounds(scale: Scale, device: str) -> Rows:
+    """Milliseconds of rounds and their parts by method, beside the time to read what they need.
 
     A forward of few tokens cannot be faster than its weights and caches can be read: the floor is their bytes over the
-    rate at which the device copies. A plain step is a round of one node without a draft.
+    rate at which the device copies. Random drafts are never accepted, but random targets repeat themselves, and lookups
+    then bring as many tokens as a round can.
     """
-    target, depth = _large_target(scale, device), 6
-    rate, draft = copy_rate(device, 2**30 if device == "cuda" else 2**22), random_draft(target, (3, 3))
-    found: dict[str, Any] = {"copy_gigabytes_per_second": rate / 1e9, "expected, 8B, batch 1, H100": EXPECTED}
-    for batch in scale.batches:
-        prompts = torch.randint(target.spec.vocab_size, (batch, scale.prompt_tokens)).tolist()
-        request = Request(prompts, 1 + (scale.repeats + WARMUP) * (depth + 1), frozenset())
-        for name, graphs in (("graphs", None), ("no graphs", False)):
-            engine = Speculative.from_draft(target, draft, Plan(depth, scale.nodes), graphs=graphs)
-            own, step = (_seconds(one, request, scale.repeats) for one in (engine, Autoregressive(target, graphs)))
-            read = {"draft": draft_bytes(engine, depth), "verify": verify_bytes(engine, scale.nodes)}
-            read["round"] = sum(read.values())
-            found[f"batch {batch}, {name}"] = {
-                **{part: _compare_floor(own[part], needed, rate) for part, needed in read.items()},
-                "commit": {"ms": 1000 * own["commit"]},
-                "plain step": _compare_floor(step["round"], verify_bytes(engine, 1), rate),
-            }
-    return found
-
-
-def extract(scale: Scale, device: str) -> dict[str, Any]:
-    targets = {"random weights": _large_target(scale, device), "embedded": Target.load("embedded", device=device)}
-    return {name: core.extraction(target, scale.conversations) for name, target in targets.items()}
-
-
-def answers(scale: Scale, device: str) -> dict[str, Any]:
-    """The measures of `poss compare` by method, over all suites."""
-    with TemporaryDirectory() as folder:
-        benchmark(
-            folder,
-            drafts={"hass": "embedded-hass"},
-            limit=scale.questions,
-            max_new_tokens=scale.new_tokens,
-            tree="auto",
-            lookup=10,
-            baselines=["plain", "generate", "lookup"],
-            device=device,
+    target, rate = _large_target(scale, device), copy_rate(device, 2**30 if device == "cuda" else 2**22)
+    yield "copy", lambda: {"gigabytes_per_second": rate / 1e9, "expected, 8B, batch 1, H100": EXPECTED}
+    draft, tree = random_draft(target, (3, 3)), Plan(6, scale.nodes)
+    methods = {"plain": partial(Autoregressive, target)} | {
+        name: partial(Speculative.from_draft, target, own, plan)
+        for name, own, plan in (
+            ("lookup", None, Plan(lookup=DEFAULT_LOOKUP)),
+            ("draft", draft, tree),
+            ("draft+lookup", draft, replace(tree, lookup=DEFAULT_LOOKUP)),
+            ("chain", draft, Plan(6, 7, 1)),
         )
-        rows = find(folder).overall
-    return {row.method: {name: value.value for name, value in row.values.items()} for row in rows}
+    }
+    texts = [(batch, scale.prompt_tokens, 0.0) for batch in scale.batches]
+    texts += [(1, scale.prompt_tokens, 1.0), (1, scale.long_tokens, 0.0)]
+    modes = {"no graphs": False} | ({"graphs": True} if device == "cuda" else {})
+    for (batch, tokens, temperature), mode in product(texts, modes):
+        for name, make in methods.items():
+            make, limit = partial(make, graphs=modes[mode]), 1 + (scale.repeats + WARMUP) * (DEFAULT_LOOKUP + 1)
+            generator = torch.Generator().manual_seed(0)
+            prompts = torch.randint(target.spec.vocab_size, (batch, tokens), generator=generator).tolist()
+            request = Request(prompts, limit, frozenset(), Sampling(temperature), generator)
+            row = f"batch {batch}, {tokens} tokens, T {temperature:g}, {mode}, {name}"
+            yield row, partial(time_round, make, request, scale.repeats, rate)
 
 
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {part.__name__: part for part in (step, rounds, extract, answers)}
+def extract(scale: Scale, device: str) -> Rows:
+    for name, load in (
+        ("random weights", partial(_large_target, scale, device)),
+        ("embedded", partial(Target.load, "embedded", device=device)),
+    ):
+        yield name, lambda load=load: core.extraction(load(), scale.conversations)
+
+
+def answers(scale: Scale, device: str) -> Rows:
+    """The measures of `poss compare` by method, over all suites."""
+
+    def measure() -> Figures:
+        with TemporaryDirectory() as folder:
+            benchmark(
+                folder,
+                drafts={"hass": "embedded-hass"},
+                limit=scale.questions,
+                max_new_tokens=scale.new_tokens,
+                tree="auto",
+                lookup=DEFAULT_LOOKUP,
+                baselines=["plain", "generate", "lookup"],
+                device=device,
+            )
+            rows = find(folder).overall
+        return {row.method: {name: value.value for name, value in row.values.items()} for row in rows}
+
+    yield "tree: auto", measure
+
+
+PARTS: dict[str, Callable[[Scale, str], Rows]] = {part.__name__: part for part in (step, rounds, extract, answers)}
 
 
 def _large_target(scale: Scale, device: str) -> Target:
@@ -144,33 +173,52 @@ def copy_rate(device: str, size: int = 2**30) -> float:
     return 2 * size / seconds(lambda: target.copy_(source), 9, device)
 
 
-def verify_bytes(engine: Speculative, nodes: int) -> int:
+def round_bytes(decoder: Autoregressive | Speculative) -> dict[str, int]:
+    """What the parts of a round, and the whole, must read; a plain step is a round of one node."""
+    if isinstance(decoder, Autoregressive):
+        return {"round": verify_bytes(decoder.target, decoder.loop.cache, 1)}
+    nodes = decoder.plan.nodes + decoder.plan.lookup
+    read = {"verify": verify_bytes(decoder.target, decoder.cache, nodes)}
+    if isinstance(decoder.drafter, TreeDrafter):
+        read["draft"] = draft_bytes(decoder.drafter, decoder.cache.slots.longest)
+    return read | {"round": sum(read.values())}
+
+
+def verify_bytes(target: Target, cache: TreeCache, nodes: int) -> int:
     """What a verifying forward must read: all weights but the embedding's other rows, keys and values."""
-    target, cache = engine.target, engine.cache
     embedding = 0 if target.embed_head.tied else target.embed_head.embedding.nbytes
     weights = sum(parameter.nbytes for parameter in target.model.parameters()) - embedding
     (store,) = cache.stores.values()
     return weights + _cached(store, cache.slots.longest + nodes) * target.config.num_hidden_layers
 
 
-def draft_bytes(engine: Speculative, depth: int) -> int:
-    """What `depth` draft steps of single-layer specialists must read.
+def draft_bytes(drafter: TreeDrafter, slots: int) -> int:
+    """What the draft steps of single-layer specialists must read, after so many slots.
 
     At each step layer, head, keys and values; between steps `fc` and the projections.
     """
-    drafter, slots, total = engine.drafter, engine.cache.slots, 0
-    assert isinstance(drafter, TreeDrafter), "only trees are drafted step by step"
-    draft, width = drafter.specialists, drafter.plan.tree_width
+    draft, total = drafter.specialists, 0
     projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
-    for k in range(1, depth + 1):
+    for k in range(1, drafter.depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
         total += own + drafter.embed_head.head.nbytes
-        total += _cached(drafter.store, slots.longest + (k - 1) * width)
-        if k < depth:
+        total += _cached(drafter.store, slots + (k - 1) * drafter.plan.tree_width)
+        if k < drafter.depth:
             readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})
             total += readers * projected + draft.fc.weight.nbytes
     return total
+
+
+def time_round(
+    make: Callable[[], Autoregressive | Speculative], request: Request, repeats: int, rate: float
+) -> Figures:
+    """Milliseconds of a round and its parts, and what reading takes at `rate` bytes per second."""
+    decoder = make()
+    taken = _seconds(decoder, request, repeats)
+    read = round_bytes(decoder)
+    found = {f"{part}_ms": 1000 * taken[part] for part in ("draft", "verify", "commit", "round") if part in taken}
+    return found | {f"{part}_floor_ms": 1000 * needed / rate for part, needed in read.items()}
 
 
 def _seconds(decoder: Decoder, request: Request, repeats: int) -> dict[str, float]:
@@ -183,10 +231,6 @@ def _seconds(decoder: Decoder, request: Request, repeats: int) -> dict[str, floa
     times = in_turn({"round": partial(next, text)}, repeats, device.type, warmup=0)["round"]
     parts = {name: (total - before.get(name, 0)) / repeats for name, total in clock.total().items()}
     return parts | {"round": median(times)}
-
-
-def _compare_floor(measured: float, read: int, rate: float) -> dict[str, float]:
-    return {"ms": 1000 * measured, "floor_ms": 1000 * read / rate, "over_floor": measured * rate / read}
 
 
 def _cached(store: SlotStore, slots: int) -> int:
@@ -203,19 +247,33 @@ def main(arguments: list[str] | None = None) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; POSS_DEVICE=cpu runs every line at tiny sizes")
     scale, facts = Scale() if device == "cuda" else TINY, provenance(torch.device(device))
-    work = Work(Path(options.out).with_suffix(".unfinished"))
+    work, failed, found = Work(Path(options.out).with_suffix(".unfinished")), list[str](), {}
     work.claim({name: facts[name] for name in ("machine", "device", "git", "versions")})
     for part in options.parts:
-        if work.receipt(part) is None:
-            work.write_receipt(part, PARTS[part](scale, device))
-            if device == "cuda":
-                torch.cuda.empty_cache()
+        found[part] = work.receipt(part) or {}
+        with _noted(part, failed):
+            for row, measure in PARTS[part](scale, device):
+                with _noted(f"{part}, {row}", failed):
+                    if row not in found[part]:
+                        found[part][row] = measure()
+                        work.write_receipt(part, found[part])
+        torch.cuda.empty_cache()
         print(f"\n{part}")
-        show(work.receipt(part))
-    found = {part: work.receipt(part) for part in PARTS}
-    write(options.out, {part: figures for part, figures in found.items() if figures}, device)
-    if all(found.values()):
-        work.clear()
+        show(found[part])
+        write(options.out, found, device)
+    if failed:
+        sys.exit("\n".join(["these failed, see above; the same command tries them again:", *failed]))
+    work.clear()
+
+
+@contextmanager
+def _noted(name: str, failed: list[str]) -> Iterator[None]:
+    """Print an exception and note the name, so that what follows runs."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        failed.append(name)
 
 
 if __name__ == "__main__":

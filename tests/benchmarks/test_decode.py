@@ -29,8 +29,7 @@ def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch,
     decode.main(["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)])
     written, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert set(written["costs"]) == {"[1]"} and written["questions"] == 1
-    assert written["draws"]["chain"]["drawn_over_greedy"]["median"] > 0 and written["batch"]["8"]["fixed"]["tau"] >= 1
-    assert written["batch"]["8"]["plain"]["speed_up"] == 1
+    assert written["batch"]["8"]["fixed"]["tau"] >= 1 and written["batch"]["8"]["plain"]["speed_up"] == 1
     assert (
         written["speed"]["generate"]["tokens_per_second"] > 0 and float(written["speed"]["draft"]["over generate"]) > 0
     )
