@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from poss_lightning.losses.passes import DEFAULT, pass_losses
+from poss_lightning.losses.passes import CHUNK_BYTES, DEFAULT, _Space, pass_losses, slots_of_chunk
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.losses.terms import acceptance
 from tests.support import naive
@@ -147,3 +147,14 @@ def test_no_slot_counts():
     losses = pass_losses(predictions, features, counts * 0, head)
     losses.total.backward()
     assert losses.weighted.tolist() == [0, 0, 0] and all((p.grad == 0).all() for p in predictions)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "slots"), [(128256, torch.bfloat16, 512), (32768, torch.bfloat16, 2176)]
+)
+def test_a_chunk_on_a_gpu_is_as_large_as_its_memory_allows(vocabulary, dtype, slots):
+    """Six passes; an eighth of the kernels at the lab's vocabulary, and no more memory than at Llama-3-8B's."""
+    head = torch.empty(vocabulary, 4096, dtype=dtype, device="meta")
+    assert slots_of_chunk("cuda", 6, head) == slots and slots_of_chunk("cpu", 6, head) == 128
+    taken, more = (sum(x.nbytes for x in _Space.make(6, count, head)) for count in (slots, slots + 128))
+    assert taken <= CHUNK_BYTES < more

@@ -24,6 +24,7 @@ from poss_lightning.losses.slot_weights import to_slots
 from poss_lightning.losses.terms import DISTRIBUTION_TERMS
 
 ENTROPIES = ("token", "topk")  # always computed, as both are one product
+STEP, CHUNK_BYTES = 128, 2**31  # slots of a chunk are a multiple; what its matrices may take on CUDA
 DEFAULT = MappingProxyType({"feature": 1.0, "token": 0.1, "topk": 1.0})
 
 
@@ -86,7 +87,7 @@ def pass_losses(
         weights: by term: `feature`, `token`, `topk`, and those of `terms.py`; see `check_weights`.
         slot_weights: `dpace`; None weighs all slots alike. It computes the logits twice.
         topk: tokens of the term `topk`.
-        chunk: slots whose (K+1, chunk, V) logits exist at once; None for 512 on CUDA and 128 elsewhere.
+        chunk: slots whose (K+1, chunk, V) logits exist at once; None for the number that `slots_of_chunk` chooses.
         find_top: whether to find the draft's top tokens, which takes a little time.
         scale, cap: of the target's logits, between head and softmax; the draft's too, where it uses the target's head.
         draft_head: (V, D), the draft's own head; None where it uses the target's.
@@ -105,8 +106,7 @@ def pass_losses(
     if pass_weights is None:
         pass_weights = predicted.new_ones(passes, dtype=torch.float32)
     heads = _Heads(head, head if draft_head is None else draft_head.detach().to(head.dtype), scale, cap)
-    # On a CPU the matrices should stay near its cache; on a GPU each chunk reads the head again.
-    chunk = chunk or (512 if counts.device.type == "cuda" else 128)
+    chunk = chunk or slots_of_chunk(counts.device.type, passes, head)
     with torch.autocast(counts.device.type, enabled=False):  # dtypes are chosen here, one by one
         by_slot = counted.to(torch.promote_types(head.dtype, torch.float32))  # (K, S)
         if of_chains is not None:
@@ -125,6 +125,15 @@ def pass_losses(
     by_term = dict(zip(weights, sums, strict=True))
     slots = (counts.flatten() >= torch.arange(1, passes + 1, device=counts.device)[:, None]).sum(-1)
     return PassLosses(total, by_term, weighted, slots, top_rows.view(passes, *counts.shape))
+
+
+def slots_of_chunk(device: str, passes: int, head: Tensor) -> int:
+    """How many slots to compute at once: on CUDA, where every chunk starts its kernels and reads the head again, as
+    many as `CHUNK_BYTES` hold; elsewhere so few that the matrices stay near a CPU's cache.
+    """
+    matrices = _Space.make(passes, STEP, torch.empty_like(head, device="meta"))
+    steps = CHUNK_BYTES // sum(matrix.nbytes for matrix in matrices) if device == "cuda" else 1
+    return max(steps, 1) * STEP
 
 
 def slots_that_count(counts: Tensor, passes: int, chains: Tensor | None = None) -> Tensor:

@@ -72,7 +72,8 @@ class SpecialistTraining(lightning.LightningModule):
         weight_decay: of both optimizers.
         warmup: fraction of the steps over which the learning rate rises; then it falls linearly to 0.
         mean_over: average the loss over the "slots" that count in an optimizer step, or over all its "tokens".
-        chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for 512 on a GPU and 128 on a CPU.
+        chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for what 2 GiB hold on a GPU, and 128 on a
+            CPU.
         draft: options of the draft, see `DraftOptions`.
 
     Attributes:
