@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 
 from poss_lightning.features.writing import write_store
-from poss_lightning.reports.page import DRIFT
 from poss_lightning.target.model import Target
-from tests.support.lab import CHOICES, DEPTH, SEEDS, write_run
+from tests.support.lab import CHOICES, DEPTH, SEEDS, write_events, write_run
 from tests.support.synthetic import make_rows
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
-DEPTHS = range(1, DEPTH + 1)
 EVERY = sorted(NOTEBOOKS.glob("*.ipynb"))
 ABSOLUTE = re.compile(r"(?<![\w.])(/(home|root|work|tmp|Users|mnt|private)\b|[A-Z]:\\)")
 
@@ -31,10 +29,10 @@ def given(tiny_folder, tmp_path_factory) -> dict:
     for place, choice in enumerate(CHOICES):
         for seed in range(SEEDS):
             facts = {"depth": DEPTH, "allocation": [DEPTH], "training_depth": DEPTH, "parameters": 12345}
-            drift = {f"{tag}/depth_{k}": k * (0.1 + 0.02 * place) + 0.01 * seed for tag in DRIFT for k in DEPTHS}
             cell = folder / "sweep" / f"choice={choice}" / f"seed={seed}"
             rows = make_rows((choice,), prompts=3, seed=seed)
-            write_run(cell, rows, {"methods": {choice: facts}, "scalars": drift})
+            write_run(cell, rows, {"methods": {choice: facts}})
+            write_events(cell, seed, gain=0.02 * place)
     target = Target.load(tiny_folder, "float32")
     tiny_draft(target, [1, 2]).save_pretrained(folder / "draft")
     write_store(folder / "store", target, talks()[:1], **SIZES)
@@ -65,7 +63,7 @@ def test_a_notebook_runs(file, given, tmp_path, monkeypatch):
     outputs = [output for cell in done.cells if cell.cell_type == "code" for output in cell.outputs]
     assert outputs and not ABSOLUTE.search(json.dumps(outputs))
     figures = sum("image/png" in output.get("data", {}) for output in outputs)
-    assert figures == {"quickstart": 0, "span_ablation": 2, "feature_drift": 3}[file.stem]
+    assert figures == {"quickstart": 0, "span_ablation": 4, "feature_drift": 3}[file.stem]
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.stem)
@@ -74,6 +72,7 @@ def test_a_notebook_is_committed_stripped(file):
     assert text(stripped(notebook)) == committed, f"{file.name}: write it with notebooks/execute.py"
     assert not (found := ABSOLUTE.search(committed)), f"{file.name} names a place of one machine: {found}"
     assert parameters(notebook) is next(cell for cell in notebook.cells if cell.cell_type == "code")
+    assert file.stem == "quickstart" or "change the first code cell" in notebook.cells[0].source.splitlines()[0]
 
 
 def parameters(notebook):
