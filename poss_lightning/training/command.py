@@ -5,6 +5,7 @@ Every training starts here: from the terminal, a sweep's cell, the demo or a use
 
 import logging
 import os
+import re
 import threading
 import warnings
 from argparse import ArgumentError
@@ -43,9 +44,16 @@ from poss_lightning.training.run_folder import (
     was_killed_early,
 )
 from poss_lightning.training.strategies import prepare
+from poss_lightning.training.validation import tabulate
 
 BASE = "trainer/base.yaml"  # the defaults of every training
 COMMANDS = ("fit", "validate")
+# How jsonargparse says that the model is given as a class.
+CLASS_AS_MODEL = re.compile(r"""model\.class_path|[Kk]ey "model": Unable to load config""")
+NO_CLASS = (
+    "model has options, --model.OPTION VALUE, or a YAML file of them; its class is SpecialistTraining. Train a "
+    "subclass with your own Trainer, or add a loss term with --trainer.callbacks+ (docs/extending.md)"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +110,8 @@ class Training(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Without `weights_only`: a checkpoint is never unpickled."""
-        return {name: LightningCLI.subcommands()[name] | {"weights_only"} for name in COMMANDS}
+        """Without `weights_only`, as a checkpoint is never unpickled, and without `verbose`, Lightning's own table."""
+        return {name: LightningCLI.subcommands()[name] | {"weights_only", "verbose"} for name in COMMANDS}
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--name", type=str | None, default=None, help=SHORT_HELP["name"])
@@ -129,6 +137,8 @@ class Training(LightningCLI):
         except ArgumentError as error:
             if str(error).startswith("argument data.source"):  # the parser's words for both being given
                 raise ArgumentError(None, "model.store is the store of the data: name it as --data.store") from error
+            if CLASS_AS_MODEL.search(str(error)):
+                raise ArgumentError(None, NO_CLASS) from error
             raise explain_option(error, files, types, rest) from error
         except OmegaConfBaseException as error:  # a reference to an option that is not there
             option = str(error.full_key).removeprefix(f"{command}.")
@@ -184,11 +194,10 @@ class Training(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Lightning's own default would unpickle a checkpoint at an address."""
-        return super()._prepare_subcommand_kwargs(subcommand) | {
-            "ckpt_path": self.options.ckpt_path,
-            "weights_only": True,
-        }
+        """Lightning's own defaults would unpickle a checkpoint at an address, and print a table of all digits."""
+        given = super()._prepare_subcommand_kwargs(subcommand)
+        given |= {"ckpt_path": self.options.ckpt_path, "weights_only": True}
+        return given | ({"verbose": False} if subcommand == "validate" else {})
 
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
@@ -220,6 +229,10 @@ class Training(LightningCLI):
                 "checkpoints/last.ckpt"
             )
         rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
+
+    def after_validate(self) -> None:
+        if self.trainer.is_global_zero:
+            print(tabulate({name: float(value) for name, value in self.trainer.callback_metrics.items()}))
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -5,14 +5,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 from lightning_utilities.core.imports import RequirementCache
 
+from poss_lightning.losses.terms import DISTRIBUTION_TERMS
+from poss_lightning.training.validation import tabulate
 from poss_lightning.work import Work
 from tests.support.command import left, run_in, says
+from tests.support.documents import ROOT, blocks
 from tests.support.stores import contents
 
 SHORT = ("--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.enable_progress_bar", "false")
@@ -189,4 +193,44 @@ def test_a_validation_without_a_checkpoint_warns(poss, inputs):
     start = ("--model.start_from", inputs / "draft", "--trainer.logger", "false")
     with pytest.warns(UserWarning, match="no --ckpt_path: this is the draft before training, as .*/draft has it"):
         result = poss("validate", *small, *SHORT, *start)
-    assert result.code is None and "val/loss" in result.out
+    assert result.code is None
+    head, *lines = (line.split() for line in result.out.splitlines())
+    assert head == ["depth", "1", "2", "mean"] and all(len(values) <= 3 for _, *values in lines)
+    assert [name for name, *_ in lines[-3:]] == ["val/loss", "val/tau_chain", "val/tau_tree"]
+    assert {"val_loss", "val_pos_acc_tree", "val_drift_cosine"} < {name for name, *values in lines if len(values) == 3}
+
+
+def test_a_validation_is_a_table():
+    logged = {"val/tau_tree": 2.5, "val/loss": 15.625, "val_loss/mean": 0.05, "mine": 2.0}
+    logged |= {f"val_loss/depth_{k}": k / 3 for k in (1, 3)}  # no slot has depth 2
+    assert tabulate(logged).splitlines() == [
+        "depth               1        2        3     mean",
+        "val_loss        0.333              1.00   0.0500",
+        "mine             2.00",
+        "val/loss         15.6",
+        "val/tau_tree     2.50",
+    ]
+
+
+@pytest.mark.parametrize(
+    "given", [("--model", "mine.Mine"), ("--model.class_path", "mine.Mine"), ("--config", "mine.yaml")]
+)
+def test_a_subclass_as_model_is_refused_in_words(poss, small, tmp_path, given):
+    (tmp_path / "mine.yaml").write_text("model: {class_path: mine.Mine}")
+    says(
+        poss("fit", *small, *given),
+        "fit",
+        "model has options, --model.OPTION VALUE, or a YAML file of them; its class is",
+    )
+
+
+def test_a_callback_adds_a_loss_term(poss, small, tmp_path, monkeypatch):
+    """The module of docs/extending.md; the parser imports it, and the training then knows the term."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (page,) = [
+        block.text for block in blocks((ROOT / "docs/extending.md").read_text(), "python") if "# mine.py" in block.text
+    ]
+    (tmp_path / "mine.py").write_text(page)
+    with patch.dict(DISTRIBUTION_TERMS):
+        result = poss("fit", *small, *ONE, "--trainer.callbacks+", "mine.Register", "--model.loss", "{hellinger: 1.0}")
+    assert result.code is None, result
