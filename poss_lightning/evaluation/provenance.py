@@ -136,16 +136,19 @@ def _processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _git() -> str | None:
-    if not shutil.which("git"):
-        return None
-    git = ["git", "-C", str(Path(__file__).parent)]
-    known = subprocess.run([*git, "ls-files", "--error-unmatch", __file__], capture_output=True, check=False)
-    if known.returncode:  # installed, perhaps inside the repository of another project
-        return None
-    done = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+def _commit(package: Path) -> str | None:
+    """The commit of the checkout; of a copy without git, what `git describe` put into its commit.txt."""
+    if shutil.which("git"):
+        git = ["git", "-C", str(package)]
+        known = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False)
+        if not known.returncode:  # else installed, perhaps inside the repository of another project
+            done = subprocess.run(
+                [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+            )
+            return done.stdout.strip() or None
+    note = package / "commit.txt"
+    return note.read_text().strip() if note.is_file() else None
 
 
 # When the code was loaded: the checkout may change before a long run writes its results.
-STARTED, COMMIT = datetime.now(UTC).isoformat(timespec="seconds"), _git()
+STARTED, COMMIT = datetime.now(UTC).isoformat(timespec="seconds"), _commit(Path(__file__).parents[1])

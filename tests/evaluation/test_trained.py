@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation import replay as module
-from poss_lightning.evaluation.provenance import describe_training
+from poss_lightning.evaluation.provenance import _commit, describe_training
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
@@ -110,3 +110,9 @@ def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path):
         assert describe_training(str(tmp_path / "draft-best")) == words
     assert describe_training("embedded-hass") == "shipped"
     assert describe_training(str(tmp_path / "copied")) == describe_training("owner/draft") == ""
+
+
+def test_a_copy_without_git_has_its_commit_in_a_file(tmp_path):
+    assert _commit(tmp_path) is None
+    (tmp_path / "commit.txt").write_text("abc1234\n")
+    assert _commit(tmp_path) == "abc1234"
