@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import zip_longest
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,42 +13,35 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.corpus.writer import CorpusWriter
-from poss_lightning.doctor.files import ForeignDraft, facts, load
-from poss_lightning.doctor.measure import (
-    SURE,
-    Counts,
-    above_chance,
-    as_read,
-    compare,
-    read,
-    replayed,
-    served_counts,
-    unrolled,
-)
-from poss_lightning.doctor.readings import HYPOTHESES, Reading, others
-from poss_lightning.evaluation.answers import answer_questions
-from poss_lightning.evaluation.suites import Question, digest, read_suites
+from poss_lightning.doctor.files import Draft, ForeignDraft, facts, load
+from poss_lightning.doctor.measure import SURE, Counts, above_chance, compare, engine_acceptance, replayed, unrolled
+from poss_lightning.doctor.readings import HYPOTHESES, Reading, bfloat16, edit, others
+from poss_lightning.doctor.texts import DIALOGUE, DRAWN, SWITCHES, Texts, ask
+from poss_lightning.evaluation.suites import digest, read_suites
 from poss_lightning.features.manifest import MANIFEST
-from poss_lightning.features.shards import TokenizedText
-from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.writing import tokenize
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import check_folder, check_new, sha256
 from poss_lightning.interop.checkpoints import write_folder
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.interop.settings import publish
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
 from poss_lightning.reports.statistics import interval, mean_over
-from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
 LEAST, MOST = 0.02, 4  # gain in τ above which a cause is named, as a share; causes that are looked for
-SOME, FEW = 3, 8  # a third of the texts shows which readings may be better, and an eighth which pairs of them
-MEASURED, ANSWERS, CHAIN = "measured", "answers", "chain"
+SOME, FEW, FULL = 3, 8, 3  # a third of the texts, for pairs an eighth, shows which readings are measured on all
+MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
 FOREIGN = "not this target's draft, by any reading tried"
+RUNGS = [  # from what a training validates to what an engine serves: name, what it is compared with, measure, change
+    (FORCED, "", unrolled, edit()),
+    (f"{FORCED}, 8-bit cache", FORCED, unrolled, edit(eight_bits=True)),
+    (CHAIN, "", replayed, edit()),
+    ("tree of 60", CHAIN, partial(replayed, nodes=60, width=10), edit()),
+    (f"{CHAIN}, bfloat16", CHAIN, replayed, bfloat16),
+    *[(f"{CHAIN}, {name}", CHAIN, replayed, edit(texts=name)) for name in (DRAWN, *SWITCHES, DIALOGUE)],
+]
 
 
 @check_numbers
@@ -84,9 +76,9 @@ def doctor(
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`; the project's own by default.
             The target answers their first turns.
         store: features of the target's own answers instead, as for `poss replay`.
-        served: an engine's counters: vLLM's /metrics, or responses with the acceptance of each.
+        served: an engine's counters: vLLM's /metrics, SGLang's /server_info, or responses with the acceptance of each.
         fix: folder to write: the draft in our format, read as it accepts most.
-        out: folder to write; by default one in runs/doctor/ for this draft, this target and these texts.
+        out: folder to write; by default one in runs/doctor/ for this draft, and one for the target's answers.
         limit: prompts or conversations.
         answer_tokens: most tokens of an answer.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
@@ -94,199 +86,154 @@ def doctor(
     """
     if fix:
         check_new(fix)
-    counted, questions = served_counts(served) if served else None, [] if store else _first_turns(prompts, limit)
+    engine = engine_acceptance(served) if served else None
+    questions = [] if store else [replace(each, turns=each.turns[:1]) for each in read_suites(prompts)]
+    questions = questions[:: max(len(questions) // limit, 1)][:limit]
     model = Target.load(target, dtype, device)
     try:
         found = load(draft, input_format, allocation, model)
     except ForeignDraft as error:
         return print(f"{error}\n{FOREIGN}")
     print("\n".join(facts(found)))
-    made_of = {
-        "draft": _digest(found.reading),
-        "target": [model.spec.fingerprint, model.spec.template],
-        "texts": sha256(Path(store, MANIFEST)) if store else digest(questions),
-        "sizes": [limit, answer_tokens, model.dtype_name],
-    }
-    key = hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12]
-    folder = Path(out or f"runs/doctor/{Path(draft).name}-{key}")
+    asked = [model.spec.fingerprint, model.spec.template, model.dtype_name, answer_tokens]
+    asked += [sha256(Path(store, MANIFEST)), limit] if store else [digest(questions)]
+    made_of = {"texts": _digest(asked), "draft": _digest([found.reading.config.to_json(), _weigh(found.reading)])}
+    folder = Path(out or f"runs/doctor/{Path(draft).name}-{_digest(made_of)}")
     check_folder(folder, MEASURED)
     work = Work(folder / MEASURED)
     with work.exclusive(wait=False):
         work.claim(made_of)
-        case = Case(work, model, questions, store, limit, answer_tokens)
-        _climb(case, found.reading, counted)
-        reading = _find_causes(case, found.reading, found.refused)
+        answers = folder if out else folder.parent / f"answers-{made_of['texts']}"
+        stored = FeatureStore(store) if store else None
+        case = Case(work, Texts(model, answers, {} if store else ask(model, questions), answer_tokens, stored, limit))
+        _climb(case, found.reading, engine)
+        reading = find_causes(case, found)
     if fix and reading:
         if not reading.is_written():
             raise ValueError(f"fix is {fix}; config and weights of a draft cannot say what was found")
-        write_folder(Path(fix), dict(reading.state), reading.config.to_json())
+        write_folder(Path(fix), reading.state, reading.config.to_json())
         print(f"{fix}: the draft, read as it accepts most")
 
 
-@dataclass(frozen=True, eq=False)
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
+def _weigh(reading: Reading) -> list[Any]:
+    """Names and digests of all tensors."""
+    tensors = sorted((reading.state | reading.frozen).items())
+    return [
+        (name, hashlib.sha256(each.cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest())
+        for name, each in tensors
+    ]
+
+
+@dataclass(frozen=True)
 class Case:
-    """What drafts are examined on: the target, and its own answers, greedy ones by default."""
+    """What was measured so far, and on which texts."""
 
     work: Work
-    target: Target
-    questions: list[Question]
-    store: str | None
-    limit: int
-    answer_tokens: int
+    texts: Texts
 
-    def once(self, name: str, measure: Callable[[], Counts]) -> Counts:
-        """What is measured under a name, now or before the command was killed."""
+    def measured(
+        self, name: str, reading: Reading, measure: Callable[..., Counts] = unrolled, every: int = 1
+    ) -> Counts:
+        """Measure a reading on all texts or some, unless that was done before the command was killed."""
         if (receipt := self.work.receipt(name)) is None:
-            receipt = [counts.tolist() for counts in measure()]
+            samples = self.texts.samples(reading.texts, reading.eight_bits)[::every]
+            receipt = [counts.tolist() for counts in measure(reading, samples)]
             self.work.write_receipt(name, receipt)
         return Counts(*map(np.array, receipt))
 
-    @cache  # noqa: B019, there is one in a process
-    def samples(self, name: str = ANSWERS, sampling: Sampling = GREEDY, thinking: bool | None = None) -> list[Sample]:
-        """The answers, with all that a reading may read of the target."""
-        if self.store:
-            stored = FeatureStore(self.store)
-            numbers = range(min(self.limit, len(stored)))
-            texts = [TokenizedText(stored.ids[i], stored.tokens(i).tolist(), stored[i].spans) for i in numbers]
-        else:
-            path = self.work.folder.parent / f"{name}.jsonl"
-            if not path.exists():
-                given = {} if thinking is None else {"enable_thinking": thinking}
-                asked = [replace(question, template=question.template | given) for question in self.questions]
-                options = {"batch_size": 32, "seed": 0, "settings": {}, "strict": False}
-                corpus, answer = CorpusWriter(str(path)), (sampling, self.answer_tokens)
-                answer_questions(corpus, self.target, asked, answer=answer, **options)
-            texts = tokenize(self.target, read_conversations(str(path)), self.target.spec.context)
-        found = {text.id: read(self.target, text) for text in tqdm(texts, desc=f"read {name}", leave=False)}
-        return [*found.values()] if name == ANSWERS else [found.get(one.id, one) for one in self.samples()]
-
-    def measured(self, reading: Reading, every: int = 1) -> Counts:
-        """What a reading accepts, of all texts or of some."""
-        thinking = reading.thinking
-        samples = self.samples() if thinking is None else self.samples(f"thinking-{thinking}", thinking=thinking)
-        return unrolled(reading, as_read(samples[::every], reading))
-
-
-def _first_turns(prompts: list[str] | str | None, limit: int) -> list[Question]:
-    """The first turns of prompts, of all suites alike."""
-    suites: dict[str, list[Question]] = {}
-    for question in read_suites(prompts):
-        suites.setdefault(question.suite, []).append(replace(question, turns=question.turns[:1]))
-    return [question for row in zip_longest(*suites.values()) for question in row if question][:limit]
-
-
-def _digest(reading: Reading) -> str:
-    digest = hashlib.sha256(reading.config.to_json().encode())
-    for name, value in sorted({**reading.state, **reading.frozen}.items()):
-        digest.update(name.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    def is_of_target(self, counts: Counts) -> bool:
+        return above_chance(counts, self.texts.samples())
 
 
 # --- the ladder: from what a training validates to what an engine serves ---
 
 
-def _rungs(case: Case, reading: Reading) -> Iterator[tuple[str, str, Callable[[], Counts]]]:
-    """Name of a step, the one that it is compared with, and what measures it."""
-    if case.store:
-        stored = FeatureStore(case.store, reading.config.aux_layers)
-        samples = [stored[i] for i in range(min(case.limit, len(stored)))]
-    else:
-        samples = as_read(case.samples(), reading)
-    yield "teacher-forced", "", lambda: unrolled(reading, samples)
-    yield CHAIN, "", lambda: replayed(reading, samples)
-    yield "tree of 60", CHAIN, lambda: replayed(reading, samples, 60, 10)
-    coarse = [one._replace(features=one.features.bfloat16(), layers=one.layers.bfloat16()) for one in samples]
-    yield "chain in bfloat16", CHAIN, lambda: replayed(reading.to(torch.bfloat16), coarse)
-    if not case.store:
-        drawn = Sampling(1.0)
-        yield "chain, temperature 1", CHAIN, lambda: replayed(reading, as_read(case.samples("drawn", drawn), reading))
-        for number, other in others(reading):
-            if other.thinking is not None:
-                yield f"chain, {HYPOTHESES[number][0]}", CHAIN, lambda other=other: case.measured(other)
-
-
-def _climb(case: Case, reading: Reading, counted: Counts | None) -> None:
-    """Print what each step accepts, and which one is the first that loses more than its interval."""
+def _climb(case: Case, reading: Reading, engine: tuple[float, list[float]] | None) -> None:
+    """Print what each step accepts, and which lose more than their interval."""
     rungs: dict[str, Counts] = {}
     losses = []
-    print(f"\n{'step':24} {'τ':20} acceptance by position")
-    for name, than, measure in _rungs(case, reading):
-        rungs[name] = own = case.once(f"rung-{len(rungs)}", measure)
-        _print_rung(name, own)
-        losses += [name] if than and compare({0: own}, rungs[than])[0].direction == "smaller" else []
-    if counted:
-        _print_rung("the engine", counted)
-        expected = interval(mean_over([rungs[CHAIN].up_to(counted.reached.shape[1]).tau()]))
-        losses += ["the engine"] if counted.tau().values[0] < expected.low else []
-    print(f"accepts less than a {CHAIN}: {', '.join(losses)}" if losses else f"no step accepts less than a {CHAIN}")
+    print(f"\n{'step':28} {'τ':20} acceptance by position")
+    for name, base, measure, change in RUNGS:
+        if case.texts.has((changed := change(reading)).texts):
+            rungs[name] = own = case.measured(f"rung-{name.replace(' ', '-')}", changed, measure)
+            _print_rung(name, interval(mean_over([own.tau()])).with_interval(), own.rates()[0])
+            losses += [name] if base and compare({0: own}, rungs[base])[0].direction == "smaller" else []
+    if engine:
+        tau, rates = engine
+        _print_rung("the engine", f"{tau:.2f}", rates)
+        expected = rungs[CHAIN].up_to(len(rates) or reading.depth).tau()
+        losses += ["the engine"] if tau < interval(mean_over([expected])).low else []
+    print(f"accepts less: {'; '.join(losses)}" if losses else "no step accepts less than the one it is compared with")
 
 
-def _print_rung(name: str, counts: Counts) -> None:
-    tau = interval(mean_over([counts.tau()])).with_interval()
-    print(f"{name:24} {tau:20} {' '.join(f'{rate:.2f}' for rate in counts.rates()[0])}", flush=True)
+def _print_rung(name: str, tau: str, rates: Sequence[float]) -> None:
+    print(f"{name:28} {tau:20} {' '.join(f'{rate:.2f}' for rate in rates)}", flush=True)
 
 
 # --- counterfactuals, and what follows from them ---
 
+Step = tuple[int, Reading]  # a hypothesis, by its number, and what it makes of the reading before
 
-def _find_causes(case: Case, said: Reading, refused: list[str]) -> Reading | None:
+
+def find_causes(case: Case, draft: Draft) -> Reading | None:
     """Print what accepts significantly more, one after the other; the last reading, None if it accepts by chance."""
-    reading, causes, base = said, list[str](), case.once("base", lambda: case.measured(said))
-    while len(causes) < MOST:
-        found = _best(case, reading, base, f"{len(causes)}")
-        if found is None and not causes and not above_chance(base, case.samples()):
-            found = _best_pair(case, reading, base)
+    reading, base, causes = draft.reading, case.measured("base", draft.reading), list[str]()
+    for number in range(MOST):
+        singles = [[step] for step in _steps(case, reading)]
+        found = _best(case, f"{number}", base, singles, SOME)
+        if found is None and not case.is_of_target(base):  # as two faults that each prevent all acceptance
+            pairs = [[one, two] for (one,) in singles for two in _steps(case, one[1]) if two[0] > one[0]]
+            found = _best(case, f"{number}-pair", base, pairs, FEW, depth=1)
         if found is None:
             break
-        *steps, counts = found
+        steps, counts = found
+        for i, other in steps:
+            causes.append(_describe(HYPOTHESES[i][0], reading, other))
+            reading = other
         before, after = (own.rates()[0, 0] for own in (base, counts))
         gain = compare({0: counts}, base)[0].with_interval("+.2f")
-        for number, other in steps:
-            causes.append(_describe(HYPOTHESES[number][0], reading, other))
-            reading = other
         causes[-1] += f": position 1 from {before:.2f} to {after:.2f}, τ {gain}"
         base = counts
-    if not above_chance(base, case.samples()):
+    if not case.is_of_target(base):
         return print(f"\n{FOREIGN}")
-    print("", *([*refused, *causes] or [NOTHING]), *(_keys(said, reading) if causes else ()), sep="\n")
+    print("", *([*draft.refused, *causes] or [NOTHING]), *_keys(draft.reading, reading), sep="\n")
     return reading
 
 
-def _best(case: Case, reading: Reading, base: Counts, name: str) -> Any:
-    """The hypothesis that accepts most, its reading and what that accepts; None if none accepts significantly more."""
-    counts, readings, some = {}, dict(others(reading)), Counts(*(part[::SOME] for part in base))
-    for i, other in tqdm(readings.items(), desc="hypotheses", leave=False):
-        few = case.once(f"{name}-{i}-some", lambda other=other: case.measured(other, SOME))
-        better = compare({0: few}, some)[0].value > 0
-        counts[i] = case.once(f"{name}-{i}", lambda other=other: case.measured(other)) if better else base
-    gains = compare(counts, base)
-    sure = [i for i in gains if gains[i].p < SURE and gains[i].value > LEAST * base.tau().values[0]]
+def _steps(case: Case, reading: Reading) -> list[Step]:
+    """The hypotheses that make a difference, and for which there are texts."""
+    return [(i, other) for i, other in others(reading) if case.texts.has(other.texts)]
+
+
+def _best(
+    case: Case, name: str, base: Counts, candidates: list[list[Step]], every: int, depth: int | None = None
+) -> tuple[list[Step], Counts] | None:
+    """Find the steps that accept most, and what they accept; None if none accept significantly more.
+
+    Some of the texts, and some positions, show which candidates are measured on all.
+    """
+    few, measure = Counts(*(part[::every] for part in base)), partial(unrolled, depth=depth)
+    bar = tqdm(enumerate(candidates), total=len(candidates), desc="hypotheses", leave=False)
+    some = compare({i: case.measured(f"{name}-{i}-some", steps[-1][1], measure, every) for i, steps in bar}, few)
+    counts = {
+        i: case.measured(f"{name}-{i}", candidates[i][-1][1])
+        for i in sorted(some, key=lambda i: some[i].value, reverse=True)[:FULL]
+    }
+    gains = compare({i: counts.get(i, base) for i in some}, base)
+    sure = [i for i in counts if gains[i].p < SURE and gains[i].value > LEAST * base.tau().values[0]]
     best = max(sure, key=lambda i: gains[i].value, default=None)
-    return None if best is None else ((best, readings[best]), counts[best])
-
-
-def _best_pair(case: Case, reading: Reading, base: Counts) -> Any:
-    """Two hypotheses that help only together, as two faults that each prevent all acceptance; None if none do."""
-    few, most, found = case.samples()[::FEW], 0, None
-    singles = list(others(reading))
-    for i, first in tqdm(singles, desc="pairs", leave=False):
-        for j, second in others(first):
-            if j > i and first.thinking is None is second.thinking:
-                passed = unrolled(second, as_read(few, second), 1).passed.sum()
-                if passed > most:
-                    most, found = passed, ((i, first), (j, second))
-    if found is None:
-        return None
-    counts = case.once("pair", lambda: case.measured(found[1][1]))
-    gain = compare({n: counts if n == 0 else base for n in range(len(singles) ** 2 // 2)}, base)[0]
-    return (*found, counts) if gain.p < SURE and above_chance(counts, case.samples()) else None
+    return None if best is None else (candidates[best], counts[best])
 
 
 def _describe(words: str, before: Reading, after: Reading) -> str:
     """What is read differently, with the values of the config that change."""
-    olds, news = (vars(each.config) | {"inner_layers": each.sources} for each in (before, after))
-    changed = [f"{name} {_plain(olds[name])} → {_plain(news[name])}" for name in olds if olds[name] != news[name]]
-    return f"{words}, {', '.join(changed)}" if changed else words
+    old, new = (vars(each.config) | {"inner_layers": each.sources} for each in (before, after))
+    changed = [f"{name} {_plain(old[name])} → {_plain(new[name])}" for name in old if old[name] != new[name]]
+    return ", ".join([words, *changed])
 
 
 def _plain(value: Any) -> str:
@@ -305,4 +252,4 @@ def _keys(before: Reading, after: Reading) -> Iterator[str]:
 def _published(engine: str, reading: Reading) -> dict[str, Any]:
     layout = find_layout(engine, reading.config)
     check_expressible(reading.config, layout)
-    return publish(reading.config, layout, dict(reading.state), reading.embed_head.tied)
+    return publish(reading.config, layout, reading.state, reading.embed_head.tied)

@@ -1,6 +1,7 @@
 """A draft's files as they are: the reading that `poss convert` would take, and what they say beside the target."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from math import isclose
 from typing import Any, NamedTuple
@@ -16,28 +17,8 @@ from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET,
 from poss_lightning.target.model import Target
 
 KEY, LAYERS, SIZES = "config.json: ", "layers of the target", 5
-Repair = Callable[[dict[str, Any], dict[str, Tensor]], Any]
-# What `poss convert` refuses, by how its words begin: what is done instead, with config.json or with the tensors.
-REPAIRS: dict[str, tuple[str, Repair]] = {
-    TO_TARGET: (
-        "read as ids",
-        lambda _, kept: kept.update({TO_TARGET: kept[TO_TARGET] - torch.arange(len(kept[TO_TARGET]))}),
-    ),
-    TO_DRAFT: ("ignored", lambda _, kept: kept.pop(TO_DRAFT)),
-    EMBEDDING: ("the target's is read", lambda _, kept: kept.pop(EMBEDDING)),
-    HEAD: ("the target's is read", lambda _, kept: kept.pop(HEAD)),
-    "fc_norm": ("read with fc_norm", lambda said, _: said.update(fc_norm=True)),
-    "input_norm": ("read with norm_before_fc", lambda said, _: said.update(norm_before_fc=True)),
-    KEY + settings.LAYER_IDS: (
-        "ignored",
-        lambda said, _: said.update({settings.LAYER_IDS: None, "eagle_config": None}),
-    ),
-    KEY + "partial_rotary_factor": (
-        "read as 1",
-        lambda said, _: said.update(partial_rotary_factor=1, rope_parameters=None),
-    ),
-    KEY + "rope_scaling": ("ignored", lambda said, _: said.update(rope_scaling=None, rope_parameters=None)),
-}
+Said = dict[str, Any]
+Tensors = dict[str, Tensor]
 
 
 class ForeignDraft(ValueError):
@@ -48,8 +29,35 @@ class Draft(NamedTuple):
     """A draft as it was found."""
 
     reading: Reading
-    said: dict[str, Any]  # its config.json, on one level
+    said: Said  # its config.json, on one level
     refused: list[str]  # what `poss convert` refuses
+
+
+def _drop(said: Said, *names: str) -> None:
+    for own in (said, *(value for value in said.values() if isinstance(value, dict))):
+        for name in names:
+            own.pop(name, None)
+
+
+def _offsets(ids: Tensor) -> Tensor:
+    return ids - torch.arange(len(ids))
+
+
+# What `poss convert` refuses, by how its words begin: what is done instead, with config.json or with the tensors.
+# fmt: off
+REPAIRS: dict[str, tuple[str, Callable[[Said, Tensors], Any]]] = {
+    TO_TARGET: ("read as ids", lambda _, own: own.update({TO_TARGET: _offsets(own[TO_TARGET])})),
+    TO_DRAFT: ("ignored", lambda _, own: own.pop(TO_DRAFT)),
+    EMBEDDING: ("the target's is read", lambda _, own: own.pop(EMBEDDING)),
+    HEAD: ("the target's is read", lambda _, own: own.pop(HEAD)),
+    "fc_norm": ("read with fc_norm", lambda said, _: said.update(fc_norm=True)),
+    "input_norm": ("read with norm_before_fc", lambda said, _: said.update(norm_before_fc=True)),
+    KEY + settings.LAYER_IDS: ("ignored", lambda said, _: _drop(said, settings.LAYER_IDS)),
+    KEY + "mask_token_id": ("read as the last", lambda said, _: said.update(mask_token_id=said["vocab_size"] - 1)),
+    KEY + "partial_rotary_factor": ("ignored", lambda said, _: _drop(said, "partial_rotary_factor")),
+    KEY + "rope_scaling": ("ignored", lambda said, _: _drop(said, "rope_type", "type")),
+}
+# fmt: on
 
 
 def load(source: str, input_format: str, allocation: list[int] | None, target: Target) -> Draft:
@@ -63,7 +71,7 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
     else:
         said, tensors, layout, runs = read_published(source, input_format, allocation)
         _check_sizes(said, target)
-        read, kept, config = dict(said), dict(tensors), None
+        read, kept, config = deepcopy(said), dict(tensors), None
         while config is None:
             try:
                 config, state = parse_published(read, kept, layout, runs, target)
@@ -76,18 +84,18 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
         frozen = {name: tensors[name] for name in (EMBEDDING, HEAD) if name in tensors and name not in kept}
     if config.vocabulary_size is None:
         state.pop("vocabulary", None)
-    state, frozen = (
-        {
-            name: value.to(target.device, target.dtype if value.is_floating_point() else None)
-            for name, value in own.items()
+
+    def loaded(own: Tensors) -> Tensors:
+        return {
+            name: each.to(target.device, target.dtype if each.is_floating_point() else None)
+            for name, each in own.items()
         }
-        for own in (state, frozen)
-    )
+
     sources = config.aux_layers or (target.spec.layers + 1,)
-    return Draft(Reading(target, config, state, frozen, target.embed_head, sources), said, refused)
+    return Draft(Reading(target, config, loaded(state), loaded(frozen), target.embed_head, sources), said, refused)
 
 
-def _own(target: Target) -> dict[str, Any]:
+def _own(target: Target) -> Said:
     """The target's values of a draft's config.json: first the sizes without which no draft is of this target."""
     spec, rope = target.spec, getattr(target.config, "rope_parameters", None) or {}
     return {
@@ -105,7 +113,7 @@ def _own(target: Target) -> dict[str, Any]:
     }
 
 
-def _check_sizes(said: dict[str, Any], target: Target) -> None:
+def _check_sizes(said: Said, target: Target) -> None:
     for name, own in [*_own(target).items()][:SIZES]:
         if said.get(name, own) not in (None, own):
             raise ForeignDraft(f"{name} is {said[name]}, and {target.spec.name} has {own}")
@@ -120,11 +128,7 @@ def facts(draft: Draft) -> list[str]:
     pairs |= {name: (getattr(config.target, name), getattr(target.spec, name)) for name in ("fingerprint", "template")}
     pairs |= {"layers, from 1": (config.aux_layers or usual, usual), "allocation": (config.allocation, "")}
     lines = [f"{name:24} {theirs!s:>34} {own!s:>34}  {_verdict(theirs, own)}" for name, (theirs, own) in pairs.items()]
-    return [
-        f"{'':24} {'draft':>34} {'target, or usual':>34}",
-        *lines,
-        *draft.refused,
-    ]
+    return [f"{'':24} {'draft':>34} {'target, or usual':>34}", *lines, *draft.refused]
 
 
 def _verdict(theirs: Any, own: Any) -> str:

@@ -3,20 +3,26 @@
 import json
 import random
 from collections.abc import Callable
+from functools import cache
+from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
+from poss_lightning.doctor.command import Case, find_causes
+from poss_lightning.doctor.files import load
+from poss_lightning.doctor.texts import Texts, ask
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.target.model import Target
-from tests.support.learnt import answered, learnt_draft
+from poss_lightning.work import Work
+from tests.support.families import FAMILIES, SIZE
+from tests.support.learnt import learnt_draft
+from tests.support.tiny import tiny_tokenizer
 
-DRAFTS = {  # by name: allocation, and more of the config
-    "eagle2": ([3], {"depth": 2}),
-    "eagle3": ([3], {"depth": 2, "kind": "eagle3"}),
-    "block": ([3], {"kind": "block"}),
-}
+ON_CPU = ("--answer_tokens", "40", "--device", "cpu", "--dtype", "float32")
 
 
 @pytest.fixture(scope="session")
@@ -28,17 +34,62 @@ def prompts(tmp_path_factory) -> str:
     return str(path)
 
 
-def learn(target: Target, prompts: str, name: str, folder: Path) -> Path:
-    allocation, config = DRAFTS[name]
-    texts = answered(target, [question.first_prompt(target.chat) for question in read_suites(prompts)])
-    learnt_draft(target, texts, allocation, **config).save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="session")
+def family_target(tmp_path_factory) -> Callable[[str], tuple[Target, str]]:
+    """A deep target of a family, and its folder."""
+
+    @cache
+    def make(family: str) -> tuple[Target, str]:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(family, **SIZE | FAMILIES[family] | {"num_hidden_layers": 8})
+        folder = str(tmp_path_factory.mktemp("family") / family)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        return Target.load(folder, "float32", "cpu"), folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
-def learnt(deep, prompts, tmp_path_factory) -> dict[str, Path]:
-    """A folder of each draft, for the deep target."""
-    return {name: learn(deep, prompts, name, tmp_path_factory.mktemp("learnt") / name) for name in DRAFTS}
+def texts_of(prompts, tmp_path_factory) -> Callable[[Target], Texts]:
+    """The answers of a target, which are written and read once."""
+    questions = read_suites(prompts)
+
+    @cache
+    def answer(target: Target) -> Texts:
+        return Texts(target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions))
+
+    return answer
+
+
+@pytest.fixture(scope="session")
+def learnt(deep, texts_of, tmp_path_factory) -> Callable[..., Path]:
+    """The folder of a draft of a kind that has learnt the answers of the deep target, or of a different one."""
+
+    @cache
+    def learn(kind: str, target: Target = deep) -> Path:
+        folder = tmp_path_factory.mktemp("learnt") / kind
+        learnt_draft(target, texts_of(target).samples(), kind).save_pretrained(folder)
+        return folder
+
+    return learn
+
+
+@pytest.fixture
+def diagnose(deep, texts_of, tmp_path, capsys) -> Callable[..., list[str]]:
+    """The causes that `poss doctor` prints, or that there are none."""
+    number = count()
+
+    def run(draft: Path, input_format: str = "ours", allocation: list[int] | None = None, target: Target = deep):
+        capsys.readouterr()
+        find_causes(
+            Case(Work(tmp_path / f"measured-{next(number)}"), texts_of(target)),
+            load(str(draft), input_format, allocation, target),
+        )
+        printed = capsys.readouterr().out.split("\n\n")[-1]
+        return [line for line in printed.splitlines() if line and not line.startswith("config.json for")]
+
+    return run
 
 
 @pytest.fixture
@@ -47,20 +98,9 @@ def examine(deep_folder, prompts, tmp_path, monkeypatch, capsys) -> Callable[...
     monkeypatch.chdir(tmp_path)
 
     def run(draft: Path, *arguments: object, target: str = deep_folder) -> str:
-        given = [
-            "--target",
-            target,
-            "--prompts",
-            prompts,
-            "--answer_tokens",
-            40,
-            "--device",
-            "cpu",
-            "--dtype",
-            "float32",
-        ]
         capsys.readouterr()
-        cli.run("doctor", [str(word) for word in (draft, *given, *arguments)])
+        given = (draft, "--target", target, "--prompts", prompts, *ON_CPU, *arguments)
+        cli.run("doctor", [str(word) for word in given])
         return capsys.readouterr().out
 
     return run
