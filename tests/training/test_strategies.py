@@ -189,7 +189,9 @@ def test_the_first_process_says_whether_a_draft_is_the_best(monkeypatch, tmp_pat
     """By its own rounding this process would not save, and the others would wait for it."""
     saved: list[str] = []
     monkeypatch.setattr(DraftFolders, "_save", lambda self, trainer, module, name: saved.append(name))
-    trainer = SimpleNamespace(sanity_checking=False, fast_dev_run=False, state=SimpleNamespace(fn="fit"))
+    trainer = SimpleNamespace(
+        sanity_checking=False, fast_dev_run=False, is_global_zero=False, state=SimpleNamespace(fn="fit")
+    )
     trainer.callback_metrics, trainer.strategy = {"val/tau_tree": 2.0}, SimpleNamespace(broadcast=lambda _: 2.5)
     folders = DraftFolders()
     folders.best = 2.0
