@@ -84,26 +84,26 @@ class Cell:
         settings = {"configs": configs, "fit": fit, self.measure: flat(self.options)}
         return json.loads(without_secrets(json.dumps(settings)))
 
-    def begun(self) -> dict[str, Any]:
-        """What it was begun with; settings of today, and nothing else, where it is new."""
+    def recorded(self) -> dict[str, Any]:
+        """Settings, inputs and processes of the earlier runs; of a new cell its settings alone."""
         if self.is_done:
             return read_json(self.folder / RUN)["cell"]
         note = self.folder / CELL
         return read_json(note) if note.is_file() else {"settings": self.settings(), "inputs": {}, "processes": []}
 
     def changed(self) -> list[str]:
-        """The settings that it was begun with and that differ now, as `differences` names them."""
-        return differences(self.begun()["settings"], self.settings())
+        """The recorded settings that differ now, as `differences` names them."""
+        return differences(self.recorded()["settings"], self.settings())
 
     def train(self) -> None:
         """Train and measure, or resume; ValueError if it was begun with other inputs."""
         start = self.training["model"]["start_from"]
         inputs = describe_inputs(self.training, start and self._start(start), self.options)
-        inputs, begun = {BASE: sha256(conf(BASE))} | inputs, self.begun()
-        if other := [name for name, digest in inputs.items() if begun["inputs"].get(name, digest) != digest]:
+        inputs, recorded = {BASE: sha256(conf(BASE))} | inputs, self.recorded()
+        if other := [name for name, digest in inputs.items() if recorded["inputs"].get(name, digest) != digest]:
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
-        processes = [*begun["processes"], origin()]
-        facts = {"settings": self.settings(), "inputs": begun["inputs"] | inputs, "processes": processes}
+        processes = [*recorded["processes"], origin()]
+        facts = {"settings": self.settings(), "inputs": recorded["inputs"] | inputs, "processes": processes}
         with atomic(self.folder / CELL) as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
         draft = fit_once(self.folder, *self.layers)

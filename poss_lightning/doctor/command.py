@@ -16,7 +16,7 @@ from tqdm import tqdm
 from poss_lightning.doctor.files import Draft, ForeignDraft, facts, load
 from poss_lightning.doctor.measure import SURE, Counts, above_chance, compare, engine_acceptance, replayed, unrolled
 from poss_lightning.doctor.readings import HYPOTHESES, Reading, bfloat16, edit, others
-from poss_lightning.doctor.texts import DIALOGUE, DRAWN, SWITCHES, Texts, ask
+from poss_lightning.doctor.texts import DIALOGUE, DRAWN, SWITCHES, SampleSource, ask
 from poss_lightning.evaluation.suites import digest, read_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
@@ -105,7 +105,9 @@ def doctor(
         work.claim(made_of)
         answers = folder if out else folder.parent / f"answers-{made_of['texts']}"
         stored = FeatureStore(store) if store else None
-        case = Case(work, Texts(model, answers, {} if store else ask(model, questions), answer_tokens, stored, limit))
+        case = Case(
+            work, SampleSource(model, answers, {} if store else ask(model, questions), answer_tokens, stored, limit)
+        )
         _climb(case, found.reading, engine)
         reading = find_causes(case, found)
     if fix and reading:
@@ -133,7 +135,7 @@ class Case:
     """What was measured so far, and on which texts."""
 
     work: Work
-    texts: Texts
+    texts: SampleSource
 
     def measured(
         self, name: str, reading: Reading, measure: Callable[..., Counts] = unrolled, every: int = 1

@@ -14,6 +14,7 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.convert import parse_published, read_published
 from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout
+from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
 
 KEY, LAYERS, SIZES = "config.json: ", "layers of the target", 5
@@ -125,7 +126,9 @@ def facts(draft: Draft) -> list[str]:
     said = draft.said | settings.mapping(draft.said, "rope_parameters") | settings.mapping(draft.said, "rope_scaling")
     usual = replace(config, inner_layers=None).aux_layers or "the feature"
     pairs = {name: (said.get(name), own) for name, own in _own(target).items()}
-    pairs |= {name: (getattr(config.target, name), getattr(target.spec, name)) for name in ("fingerprint", "template")}
+    pairs["template"] = config.target.template, target.spec.template
+    theirs, own = config.target.fingerprint, target.spec.fingerprint
+    pairs["fingerprint"] = theirs, theirs if same_weights(theirs, own) else own
     pairs |= {"layers, from 1": (config.aux_layers or usual, usual), "allocation": (config.allocation, "")}
     lines = [f"{name:24} {theirs!s:>34} {own!s:>34}  {_verdict(theirs, own)}" for name, (theirs, own) in pairs.items()]
     return [f"{'':24} {'draft':>34} {'target, or usual':>34}", *lines, *draft.refused]

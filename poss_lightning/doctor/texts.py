@@ -89,7 +89,7 @@ def _split(samples: list[Sample], names: list[str]) -> list[Sample]:
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class SampleSource:
     """The target's answers to questions, or those of a store, written to `folder` and read when they are asked for."""
 
     target: Target

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING
-from poss_lightning.doctor.files import load
+from poss_lightning.doctor.files import facts, load
 from poss_lightning.doctor.measure import engine_acceptance, replayed, unrolled
-from poss_lightning.doctor.texts import Texts
+from poss_lightning.doctor.texts import SampleSource
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import FeatureStore
@@ -148,6 +148,14 @@ def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(lear
     assert diagnose(learnt("eagle2"), target=tiny_target(seed=1, num_hidden_layers=8)) == [FOREIGN]
 
 
+def test_the_facts_of_a_healthy_draft_do_not_differ(deep, learnt, tmp_path):
+    """Its config has an older fingerprint, which is half as long."""
+    spec = load_draft(learnt("eagle2")).config.target
+    older = planted(learnt("eagle2"), tmp_path / "older", target=replace(spec, fingerprint=spec.fingerprint[:16]))
+    lines = facts(load(str(older), "ours", None, deep))
+    assert any(line.startswith("fingerprint") for line in lines) and not any(line.endswith("differs") for line in lines)
+
+
 def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
     wide = write_target(tmp_path / "wide", hidden_size=64)
     printed = examine(learnt("eagle2"), target=wide).splitlines()
@@ -159,7 +167,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_pa
     write_store(tmp_path / "store", deep, talks()[:8], layers=(2, 4, 5), **SIZES)
     store, folder = FeatureStore(tmp_path / "store"), learnt("eagle3")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
-    reading, texts = load(str(folder), "ours", None, deep).reading, Texts(deep, tmp_path, {}, 0, store, 8)
+    reading, texts = load(str(folder), "ours", None, deep).reading, SampleSource(deep, tmp_path, {}, 0, store, 8)
     training = SpecialistTraining(
         str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder)
     )
