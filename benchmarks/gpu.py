@@ -1,4 +1,4 @@
-"""`make bench-gpu`: training, rounds, extraction, real answers and memory on a GPU, in less than twenty minutes.
+"""`make bench-gpu`: training, rounds, extraction, real answers and memory on a GPU.
 
 step      a training step at the sizes of Llama-3-8B and SmolLM2-135M, beside the published one and the rate of products
 rounds    rounds and plain steps at the sizes of Llama-3-8B, with and without graphs, beside the bandwidth floor
