@@ -247,8 +247,17 @@ def _keys(before: Reading, after: Reading) -> Iterator[str]:
     for engine in ("vllm", "sglang"):
         with suppress(ValueError):
             old, new = (_published(engine, each) for each in (before, after))
-            if changed := {name: value for name, value in new.items() if old.get(name) != value}:
+            if changed := _changed(old, new):
                 yield f"config.json for {engine}: {json.dumps(changed)[1:-1]}"
+
+
+def _changed(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `new` that `old` does not have, at all levels."""
+    return {
+        name: _changed(old[name], value) if isinstance(value, dict) and isinstance(old.get(name), dict) else value
+        for name, value in new.items()
+        if old.get(name) != value
+    }
 
 
 def _published(engine: str, reading: Reading) -> dict[str, Any]:

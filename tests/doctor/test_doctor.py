@@ -209,6 +209,7 @@ def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_fold
     printed = examine(tmp_path / draft, *words)
     assert verb == "doctor" and "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5: position 1 from" in printed
     assert 'for vllm: "eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in printed
+    print(printed)  # for the page, with `-s`
     fixed, healthy = (load_draft(each) for each in (tmp_path / "fixed", learnt("eagle3")))
     assert fixed.config.aux_layers == healthy.config.aux_layers
     state, own = fixed.state_dict(), healthy.state_dict()
