@@ -7,7 +7,6 @@ of n nodes holds the n most probable prefixes, and every prefix of one of them i
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.drafting import TreeDrafter, top_log_probs
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import Tree, root_tree
@@ -49,13 +48,12 @@ class BlockDrafter(TreeDrafter):
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + offsets)
         self.store.write(slice(None), self.slots.flat_index(offsets), apply_rope(keys, rope), values)
 
-    def candidates(self, root: Tensor, budget: Budget, noise: Noise | None = None) -> Tree:
+    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
         """At each depth the most probable prefixes; see `TreeDrafter`."""
-        width, levels, count = self.plan.tree_width, [root_tree(root)], 1
+        width, depth, levels, count = min(plan.tree_width, self.plan.tree_width), plan.depth, [root_tree(root)], 1
         _, nodes, scores = levels[0]  # of the prefixes of a depth
-        if not budget.go_deeper(0, scores):
+        if not depth:
             return levels[0]
-        depth = budget.plan[0] if budget.plan else self.depth
         added = self._noise(noise, slice(0, depth))
         log_probs, rows = top_log_probs(self.block_logits(root)[:, :depth], width, added)  # (B, depth, k)
         for chances, tokens in zip(log_probs.unbind(1), self.specialists.token_ids(rows).unbind(1), strict=True):

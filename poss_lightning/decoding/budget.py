@@ -1,239 +1,125 @@
-"""How large a tree is worth its time: fixed, or chosen by expected tokens per second (the idea of arXiv 2606.01813).
+"""`tree: auto`: the plan of the next round is the one that should bring the most tokens per second.
 
-A round that drafts k steps and verifies n nodes costs c(k) + v(n) seconds and brings 1 + Σ a tokens, where a is the
-chance that a node is accepted. Over a long text, tokens per second are highest if each round takes whatever adds more
-tokens than its seconds would bring elsewhere. With λ the rate reached so far:
-
-    one more node       a           against   λ · (v(n + 1) - v(n))
-    one more step       Σ a · r     against   λ · c              over the frontier; r: how often a child is accepted
-
-Where drafting has brought less than plain decoding would, or lookups alone, nothing is drafted until that is all but
-forgotten, so trials cost no more than a few per cent.
-
-Chances come from the draft's path probabilities, corrected by how often nodes of such a probability were accepted.
+A round that drafts k steps and verifies n drafted nodes with m looked-up tokens takes draft(k) + verify(n + m) seconds,
+as measured on this machine, and brings 1 + a(k, n) + b(m) tokens. Both are counted: a from the path probabilities of
+whole trees, which the first rounds of a text draft, corrected by how often nodes of such a probability were accepted; b
+from what looked-up tokens brought, by how many tokens had matched. To draft nothing is one of the plans.
 """
 
-from abc import ABC, abstractmethod
-from itertools import product
-from typing import NamedTuple
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.lookup import NGRAM
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import Calibration, Round, RoundStatistics, Worth
+from poss_lightning.decoding.rounds import MEMORY, Calibration, Round, Worth
+from poss_lightning.decoding.trees import Tree, node_depths
 
-TRIALS = 16  # rounds observed before a plan is settled on
-NEW_TRIALS = 8  # of them that are new when it decides again
-SETTLED_ROUNDS = 64  # rounds until then; four times as many where nothing is drafted, as observing costs more there
-BETTER = 1.03  # a new plan must be so many times as fast as the earlier: it takes new graphs
-
-
-class Budget(ABC):
-    """Says when drafting ends and how many nodes are verified.
-
-    Attributes:
-        needs_sync: whether it reads scores in the middle of a round, which synchronises with the device.
-        plan: depth, drafted nodes and looked-up tokens of every round; None where they vary.
-    """
-
-    needs_sync = False
-    plan: tuple[int, int, int] | None = None
-
-    def begin(self, active: list[int]) -> None:
-        """A round begins, in which only these rows count."""
-        self.active = active
-
-    @abstractmethod
-    def go_deeper(self, depth: int, scores: Tensor) -> bool:
-        """Whether to draft below the frontier at `depth`, whose path scores are (B, M); the root's depth is 0."""
-
-    @abstractmethod
-    def node_count(self, scores: Tensor) -> int:
-        """How many of the drafted nodes to verify, root included; their path scores are (B, n)."""
-
-    @abstractmethod
-    def lookup_count(self, found: Tensor, most: int) -> int:
-        """How many looked-up tokens join the tree, of so many at most; `found` (B,) as of `Lookup.find`."""
-
-    @abstractmethod
-    def learn(self, done: Round) -> None:
-        """Take a round into account."""
-
-    def why_plain(self) -> str | None:
-        """Why it stopped drafting, for some rounds or for good; None where it did not."""
-        return None
+SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # of trees; few, so that few shapes occur
+TRIALS = 2  # rounds of a text that draft to the full depth
+SELDOM = 8  # where drafting does not pay, one of so many texts has them
+LEAST = 8  # nodes that they verify
+TREES = 16  # whole trees that the average reaches back to
 
 
-class Fixed(Budget):
-    """Every tree has its full depth, as many nodes, and as many looked-up tokens."""
+class Chooser:
+    """Chooses the plan of each round, and learns from what it brought.
 
-    def __init__(self, plan: Plan):
-        self.nodes, self.plan = plan.nodes, (plan.depth or 0, plan.nodes, plan.lookup)
-
-    def go_deeper(self, depth: int, scores: Tensor) -> bool:
-        return depth < self.plan[0]
-
-    def node_count(self, scores: Tensor) -> int:
-        return min(self.nodes, scores.shape[1])
-
-    def lookup_count(self, found: Tensor, most: int) -> int:
-        return most
-
-    def learn(self, done: Round) -> None:
-        """Nothing: all rounds are alike."""
-
-
-class AutoBudget(Budget):
-    """What the two kinds of `tree: auto` share.
+    Its tables lie on the device: learning never waits for it, and choosing waits once.
 
     Args:
-        depth: the deepest tree.
-        nodes: the most drafted nodes, root included.
-        costs: measured here, for sizes up to that of the largest tree with all looked-up tokens.
-        calibration: of the draft's path probabilities.
-        lookup: the most looked-up tokens of a round.
+        plan: the largest tree.
+        device: where rounds are computed.
     """
 
-    def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
-        self.depth, self.nodes, self.calibration = depth, nodes, calibration
-        self.costs = costs  # of the current round; they change with the length of the texts
-        self.beyond, self.alone = Worth(lookup), Worth(lookup)  # the drafted tree, and without one
-        self.statistics = RoundStatistics(depth, calibration)
-        self.active = [0]  # rows that count
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan, self.depth = plan, plan.depth or 0
+        self.sizes = np.array([n for n in SIZES if n < plan.nodes] + [plan.nodes])
+        self.more = np.array([n for n in (0, *SIZES) if n < plan.lookup] + [plan.lookup])
+        self.places = torch.from_numpy(self.sizes - 1).to(device)  # of the last node, in a sum over the best
+        self.calibration = Calibration(device)
+        self.beside, self.alone = Worth(plan.lookup, device), Worth(plan.lookup, device)  # with a drafted tree, without
+        self.matched = torch.zeros(NGRAM + 1, device=device)  # lookups lately, by how many tokens matched
+        self.drafted = torch.zeros(self.depth + 1, len(self.sizes), device=device)  # a(k, n)
+        self.trees = self.texts = 0  # drafted whole; begun
 
-    @property
-    def sizes(self) -> list[int]:
-        """Of drafted trees, as they were timed."""
-        return [n for n in self.costs.verify if n <= self.nodes]
+    def begin(self, costs: Costs) -> int:
+        """A text begins; how many of its rounds draft a whole tree."""
+        self.texts += 1
+        pays = not self.trees or self.why_plain(costs) is None
+        return TRIALS if self.depth and (pays or self.texts % SELDOM == 0) else 0
 
-    @property
-    def rate(self) -> float:
-        """λ of all rows that count, tokens per second by the measured costs."""
-        return len(self.active) * (self.statistics.speed / self.costs.verify[1])
+    def choose(self, costs: Costs, found: list[int] | None, whole: bool = False) -> Plan:
+        """The plan of the next round.
 
-    def _add(self, done: Round, steps: int) -> None:
-        """Count a round of `steps` draft steps."""
-        alone = 1.0, 1.0
-        if done.found is not None and done.path is not None:
-            found, continued, path, tokens, accepted = (
-                x[self.active].cpu() for x in (done.found, done.path, *done.verdict)
-            )
-            gains = self.alone.expected(found).tolist()
-            count = self._most_worth(gains, 1)
-            alone = 1 + gains[count] / len(found), self.costs.break_even(0, 1 + count)
-            places = torch.arange(continued.shape[1])
-            joined = (path[:, 1:] >= done.drafted)[:, : len(places)] & (places < accepted[:, None])
-            self.beyond.learn(found, (places < done.looked_up).expand_as(joined), joined)
-            right = (continued == tokens[:, : len(places)]).cumprod(1) > 0
-            ends = ~right.gather(1, accepted.clamp(max=len(places) - 1)[:, None])  # within what the target said
-            self.alone.learn(found, (places <= accepted[:, None]) | ends, right)
-        plain_steps = self.costs.break_even(steps, done.tree.tokens.shape[1])
-        self.statistics.add(done, self.active, steps, plain_steps, alone)
+        Args:
+            costs: of a round now.
+            found: how many tokens matched in each row, see `Lookup.find`; None for what matched lately.
+            whole: draft to the full depth.
+        """
+        rates, *_ = self._rates(costs, found)
+        if whole:
+            rates[:-1], rates[-1, self.sizes < min(LEAST, self.plan.nodes)] = 0, 0
+        k, n, m = np.unravel_index(rates.argmax(), rates.shape)
+        return replace(self.plan, depth=int(k), nodes=int(self.sizes[n]), lookup=int(self.more[m]))
 
-    def _most_worth(self, gains: list[float], nodes: int) -> int:
-        """How many looked-up tokens to add to so many nodes, where the first 0, 1, … would bring these gains."""
-        rate, verify = self.rate, self.costs.verify_seconds
-        worth = [gain - rate * (verify(nodes + n) - verify(nodes)) for n, gain in enumerate(gains)]
-        return worth.index(max(worth))
-
-
-class PerRound(AutoBudget):
-    """Chooses depth and size anew in every round, which synchronises with the device; on a CPU that costs nothing."""
-
-    needs_sync = True
-    steps, chosen = 0, 1  # of this round: draft steps, and drafted nodes
-
-    def go_deeper(self, depth: int, scores: Tensor) -> bool:
-        if depth == 0:
-            deeper = self.statistics.worthwhile
-        else:
-            gain = float(self.calibration.chance(scores[self.active]).sum()) * self.statistics.continuing(depth)
-            deeper = gain > self.rate * self.costs.draft_step
-        self.steps = depth + deeper
-        return deeper
-
-    def node_count(self, scores: Tensor) -> int:
-        chances = self.calibration.chance(scores[self.active][:, 1:])  # the root is certain
-        best = chances.sort(dim=1, descending=True).values.sum(0)
-        gains = torch.cat([best.new_zeros(1), best.cumsum(0)]).tolist()  # by nodes - 1
-        worth = {n: gains[n - 1] - self.rate * self.costs.verify[n] for n in self.sizes if n <= len(gains)}
-        self.chosen = max(worth, key=worth.__getitem__)
-        return self.chosen
-
-    def lookup_count(self, found: Tensor, most: int) -> int:
-        worth = self.beyond if self.steps else self.alone
-        return self._most_worth(worth.expected(found[self.active].cpu()).tolist(), self.chosen)
-
-    def learn(self, done: Round) -> None:
-        self._add(done, self.steps)
-
-    def why_plain(self) -> str | None:
-        return self.statistics.why_plain() if self.depth and not self.steps else None
-
-
-class Trial(NamedTuple):
-    """A whole tree of the active rows."""
-
-    scores: Tensor  # (B, n) of the drafted nodes
-    depths: Tensor  # (B, n)
-    found: Tensor  # (B,) on the host, see `Lookup.find`
-
-
-class Settled(AutoBudget):
-    """Settles on a depth, a size and a number of looked-up tokens after some whole trees, and again now and then.
-
-    No round synchronises with the device but those in which it looks.
-    """
-
-    def __init__(self, depth: int, nodes: int, costs: Costs, calibration: Calibration, lookup: int = 0):
-        super().__init__(depth, nodes, costs, calibration, lookup)
-        self.earlier: tuple[int, int, int] | None = None  # plan, while it looks again
-        self.rounds = 0  # since it settled
-        self.trials: list[Trial] = []  # until it settles
-
-    def go_deeper(self, depth: int, scores: Tensor) -> bool:
-        return self.plan is None or depth < self.plan[0]
-
-    def node_count(self, scores: Tensor) -> int:
-        return self.plan[1] if self.plan else max(n for n in self.sizes if n <= scores.shape[1])
-
-    def lookup_count(self, found: Tensor, most: int) -> int:
-        return self.plan[2] if self.plan else most
-
-    def learn(self, done: Round) -> None:
-        if self.plan:
-            self.rounds += 1
-            if self.rounds == (SETTLED_ROUNDS if self.plan[0] or not self.depth else 4 * SETTLED_ROUNDS):
-                self.earlier, self.plan, self.rounds, self.trials = self.plan, None, 0, self.trials[NEW_TRIALS:]
-            return
-        self._add(done, self.depth)
-        scores, depths = (x[self.active, : done.drafted] for x in (done.tree.scores, done.ancestors.sum(-1) - 1))
-        found = torch.zeros(len(scores), dtype=torch.long) if done.found is None else done.found[self.active].cpu()
-        self.trials.append(Trial(scores, depths, found))
-        if len(self.trials) == TRIALS:
-            self.plan = self._best()
-
-    def why_plain(self) -> str | None:
-        return self.statistics.why_plain() if self.depth and self.plan and self.plan[0] == 0 else None
-
-    def _best(self) -> tuple[int, int, int]:
-        """The depth, nodes and looked-up tokens with the most tokens per second over the trials."""
-        trials, rates = self.trials, dict[tuple[int, int, int], float]()
-        rows = sum(len(trial.scores) for trial in trials) / len(trials)  # on average: some end meanwhile
-        alone, beyond = (
-            torch.stack([worth.expected(trial.found) for trial in trials]).mean(0).tolist()  # by tokens
-            for worth in (self.alone, self.beyond)
+    def why_plain(self, costs: Costs) -> str | None:
+        """Why nothing is drafted, in a line; None where something is."""
+        rates, tokens, seconds = self._rates(costs, None)
+        if not self.trees or rates[1:].max() >= rates[0].max():
+            return None
+        best = 1 + rates[1:].argmax() // rates[0].size, *np.unravel_index(rates[1:].argmax() % rates[0].size, rates[0].shape)
+        steps, needed = seconds[best] / costs.verify[1], rates[0].max() * seconds[best]
+        return (
+            "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
+            f"{steps:.2f} tokens of plain decoding, and gives {tokens[best]:.2f} tokens"
+            + (f", where lookups alone give {needed:.2f}" if needed > 1.001 * steps else "")
         )
-        for depth in range(self.depth + 1):
-            drafted = torch.zeros(max(*self.costs.verify, *(trial.scores.shape[1] for trial in trials)))  # by nodes - 1
-            for scores, depths, _ in trials:
-                chances = self.calibration.chance(scores).masked_fill((depths > depth) | (depths == 0), 0)
-                best = chances.sort(dim=1, descending=True).values.sum(0).cpu()
-                drafted[1 : len(best)] += best[:-1].cumsum(0) / len(trials)
-            for n, (more, gain) in product(self.sizes if depth else [1], enumerate(beyond if depth else alone)):
-                seconds = self.costs.draft_seconds(depth) + self.costs.verify_seconds(n + more)
-                rates[depth, n, more] = (rows + float(drafted[n - 1]) + gain) / seconds
-        best = max(rates, key=rates.__getitem__)
-        return self.earlier if self.earlier and rates[self.earlier] * BETTER > rates[best] else best
+
+    def _rates(self, costs: Costs, found: list[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens per second of a row, and both, by depth, nodes and looked-up tokens: (K+1, n, m) three times."""
+        tables = self.drafted, self.beside.brings(), self.alone.brings(), self.matched
+        drafted, beside, alone, matched = (table.cpu().numpy() for table in tables)
+        share = matched if found is None else np.bincount(found, minlength=len(matched))
+        share = share / max(share.sum(), 1)
+        looked_up = np.stack([share @ alone] + [share @ beside] * self.depth)[:, None, self.more]
+        tokens = 1 + drafted[:, :, None] + looked_up
+        seconds = costs.round_seconds(np.arange(self.depth + 1)[:, None, None], np.add.outer(self.sizes, self.more))
+        rates = tokens / seconds
+        rates[self.sizes <= np.arange(self.depth + 1)[:, None]] = 0  # they hold no path so deep
+        rates[0, 1:] = 0  # the root is all there is
+        return rates, tokens, seconds
+
+    def learn(self, done: Round, mask: Tensor, whole: bool = False) -> None:
+        """Take a round into account; `mask` (B,) is 1 for rows that count, `whole` as given to `choose`."""
+        (tree, ancestors, (path, tokens, accepted)), nodes, weights = done[:3], done.drafted, mask.float()
+        if nodes > 1:
+            end = path.where(path < nodes, 0).amax(1)  # the deepest drafted one: parents come before children
+            on_path = ancestors[torch.arange(len(end), device=end.device), end, 1:nodes]  # (B, n-1), without the root
+            self.calibration.learn(tree.scores[:, 1:nodes], on_path, weights)
+        if whole:
+            self.trees += 1
+            self.drafted.lerp_(self._expected(done.candidates, weights), 1 / min(self.trees, TREES))
+        if done.found is not None and done.continued is not None:
+            self.matched.mul_(MEMORY).index_add_(0, done.found, weights)
+            count = min(done.continued.shape[1], tokens.shape[1])
+            places = torch.arange(count, device=path.device)
+            right = (done.continued[:, :count] == tokens[:, :count]).cumprod(1) > 0
+            # What the target says next is known as far as it accepted, or to the first token that is wrong.
+            known = (places <= accepted[:, None]) | ~right.gather(1, accepted.clamp(max=count - 1)[:, None])
+            self.alone.learn(done.found, known, right, weights)
+            if nodes > 1 and done.looked_up:
+                places = places[: done.looked_up]
+                joined = (path[:, 1 : 1 + len(places)] >= nodes) & (places < accepted[:, None])
+                self.beside.learn(done.found, torch.ones_like(joined), joined, weights)
+
+    def _expected(self, whole: Tree, weights: Tensor) -> Tensor:
+        """a(k, n) of trees of which all nodes (B, M) that were scored are given."""
+        depths, levels = node_depths(whole.parents, self.depth), torch.arange(self.depth + 1, device=weights.device)
+        chances = self.calibration.chance(whole.scores)
+        chances = chances * ((depths > 0) & (depths <= levels[:, None, None]))  # (K+1, B, M)
+        best = torch.nn.functional.pad(chances.sort(descending=True).values.cumsum(-1), (1, 0))
+        return weights @ best[..., self.places.clamp(max=depths.shape[1])] / weights.sum().clamp(min=1)

@@ -8,9 +8,7 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# Nodes of trees, root included.
-TREE_SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)
-MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # those of them that are timed
+MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # sizes of trees, root included
 EACH = 10**6  # steps of a tree whose positions take one each
 ENOUGH = 3.0  # seconds after which nothing more is timed
 
@@ -19,19 +17,8 @@ class Costs(NamedTuple):
     """Seconds of the parts of a round, on this machine, for one size of batch and length of text."""
 
     draft_step: float
-    verify: dict[int, float]  # for n nodes per row, every n that a tree may have; 1 is a step of plain decoding
+    verify: dict[int, float]  # for n nodes per row; 1 is a step of plain decoding
     steps: int = EACH  # of a whole tree, where they are fewer than its positions
-
-    @classmethod
-    def interpolate(cls, draft_step: float, timed: dict[int, float], steps: int = EACH) -> "Costs":
-        """From the times of some sizes; a size between two of them lies on the line between.
-
-        Noise only adds time, and more nodes never cost less, so a size costs no more than any larger one.
-        """
-        knots = sorted(timed)
-        level = [min(timed[m] for m in knots if m >= n) for n in knots]
-        sizes = sorted({*knots, *(n for n in TREE_SIZES if n < knots[-1])})
-        return cls(draft_step, {n: float(np.interp(n, knots, level)) for n in sizes}, steps)
 
     @classmethod
     def read(cls, stored: dict[str, Any]) -> "Costs":
@@ -39,43 +26,39 @@ class Costs(NamedTuple):
         verify = {int(n): seconds for n, seconds in stored["verify"].items()}
         return cls(stored["draft_step"], verify, stored.get("steps", EACH))
 
-    def least(self, other: "Costs") -> "Costs":
-        """The least of two measurements of the same sizes, as noise only adds time."""
-        verify = {n: min(seconds, other.verify[n]) for n, seconds in self.verify.items()}
-        return Costs(min(self.draft_step, other.draft_step), verify, self.steps)
+    def round_seconds(self, depth: Any, nodes: Any) -> Any:
+        """Seconds of drafting to a depth and verifying so many nodes; numbers or arrays of them.
 
-    def draft_seconds(self, depth: int) -> float:
-        """Seconds of drafting to this depth."""
-        return min(depth, self.steps) * self.draft_step
+        A size between two that were timed lies on the line between. Noise only adds time, and more nodes never cost
+        less, so no size costs more than a larger one.
+        """
+        sizes = sorted(self.verify)
+        level = np.minimum.accumulate([self.verify[n] for n in reversed(sizes)])[::-1]
+        return np.minimum(depth, self.steps) * self.draft_step + np.interp(nodes, sizes, level)
 
-    def verify_seconds(self, nodes: int) -> float:
-        """Seconds of verifying any number of nodes: those of the next larger size that was timed, or of the largest."""
-        return self.verify[min((n for n in self.verify if n >= nodes), default=max(self.verify))]
-
-    def break_even(self, steps: int, nodes: int) -> float:
-        """Tokens per round at which drafting `steps` and verifying `nodes` is as fast as plain decoding."""
-        return (self.draft_seconds(steps) + self.verify_seconds(nodes)) / self.verify[1]
+    def break_even(self, depth: int, nodes: int) -> float:
+        """Tokens per round at which such rounds are as fast as plain decoding."""
+        return self.round_seconds(depth, nodes) / self.round_seconds(0, 1)
 
 
 def measure(
     draft: Callable[[], object],
     steps: int,
     verify: Callable[[int], Callable[[], object]],
-    nodes: int,
+    most: int,
     device: "torch.device",
-    looked_up: int = 0,
+    known: dict[int, float],
 ) -> Costs:
     """Time draft steps and verification here and now.
 
     Args:
         draft: drafts a tree in `steps` steps, none where only lookups propose.
         verify: n -> what verifies n nodes per row.
-        nodes: the most that a drafted tree may have.
-        looked_up: the most nodes beside them.
+        most: nodes that a round may verify.
+        known: seconds of verifying n nodes, which are not timed again.
     """
     from poss_lightning.machine import best_seconds  # `poss compare` reads costs, and need not wait for torch
 
-    sizes = {n for n in MEASURED if n < nodes + looked_up} | {nodes, nodes + looked_up}
-    works = {0: draft} | {n: verify(n) for n in sorted(sizes)}
-    seconds = best_seconds(works, device=device, enough=ENOUGH)
-    return Costs.interpolate(seconds.pop(0) / max(steps, 1), seconds, steps)
+    works = {n: verify(n) for n in sorted({*(n for n in MEASURED if n < most), most} - known.keys())}
+    seconds = best_seconds({0: draft} | works, device=device, enough=ENOUGH)
+    return Costs(seconds.pop(0) / max(steps, 1), known | seconds, steps)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Budget
+from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots
@@ -38,8 +38,11 @@ class Drafter(Protocol):
             counts: (B,) how many of the n are real.
         """
 
-    def draft(self, root: Tensor, budget: Budget, noise: Noise | None = None) -> Tree:
-        """A tree under `root` (B, 1), the newest token of each text; `noise` is T g at the places below it."""
+    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
+        """A tree under `root` (B, 1), the newest token of each text, of at most the plan's depth.
+
+        The engine verifies its best nodes, as many as planned. `noise` is T g at the places below the root.
+        """
         ...
 
     def select(self, rows: list[int]) -> None:

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Budget
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.trees import Tree, rerank, root_tree
+from poss_lightning.decoding.trees import Tree, root_tree
 from poss_lightning.draft.rope import Rope, apply_rope
 from poss_lightning.draft.unroll import Chain
 from poss_lightning.prepack import Product, product_with
@@ -92,24 +91,19 @@ class TreeDrafter:
         last = (counts - 1).clamp(min=0)[:, None, None]
         self.root_z.copy_(z.gather(1, last.expand(-1, -1, z.shape[-1])))
 
-    def draft(self, root: Tensor, budget: Budget, noise: Noise | None = None) -> Tree:
-        """Draft a tree: at each step the most likely children of the best nodes, `tree_width` of both; the best of all.
+    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
+        """Draft a tree: at each step the most likely children of the best nodes, `tree_width` of both.
 
         With noise, "likely" means likely to be what the target draws with it.
         """
-        candidates = self.candidates(root, budget, noise)
-        return rerank(candidates, budget.node_count(candidates.scores))
-
-    def candidates(self, root: Tensor, budget: Budget, noise: Noise | None = None) -> Tree:
-        """All nodes that a tree is chosen from."""
-        width, device, levels, count = self.plan.tree_width, root.device, [root_tree(root)], 1
+        width, device, levels, count = min(plan.tree_width, self.plan.tree_width), root.device, [root_tree(root)], 1
         _, nodes, scores = levels[0]  # the frontier's places in the tree, and path scores
-        if not budget.go_deeper(0, scores):
+        if not plan.depth:
             return levels[0]
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))
         self.slots.open(0, room=self.room)  # one extent for all steps
         frontier = Frontier(self.root_z, rope.at(0), self.slots.verified()[:, None])
-        for k in range(1, self.depth + 1):
+        for k in range(1, plan.depth + 1):
             # 1. The specialist of this position predicts the next feature of every frontier node.
             predicted, logits = self.step(k, frontier)  # (B, M, D), (B, M, V)
             # 2. Each node's most likely children, scored by their paths.
@@ -118,12 +112,10 @@ class TreeDrafter:
             tokens = self.specialists.token_ids(rows).flatten(1)  # (B, M*k)
             paths = (scores[..., None] + log_probs).flatten(1)
             levels.append(Tree(tokens, nodes.repeat_interleave(width, dim=1), paths))
-            if k == self.depth:
+            if k == plan.depth:
                 break
             # 3. The best of them are the next frontier; their slots join the draft's own features.
             scores, best = paths.topk(width, dim=1)  # (B, M)
-            if not budget.go_deeper(k, scores):
-                break
             parents = best // width  # in the old frontier
             nodes = best + count
             count += tokens.shape[1]

@@ -2,25 +2,26 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Budget, Fixed, PerRound, Settled
+from poss_lightning.decoding.budget import Chooser
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafter import Drafter
 from poss_lightning.decoding.lookup import Lookup, LookupAlone, join
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import Calibration, Round
+from poss_lightning.decoding.rounds import Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
@@ -32,22 +33,25 @@ from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
 
 logger = logging.getLogger(__name__)
+_VERIFY = WeakKeyDictionary[nn.Module, dict[Hashable, dict[int, float]]]()  # seconds, shared by all drafts of a target
+CPU_WIDTH = 4  # of trees under `tree: auto` on a CPU, at most: it verifies few nodes, and each child tried takes time
 COSTS_LENGTH = 512  # shorter texts have the same costs; those of longer ones are measured per doubling
 
 
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    An object decodes one batch at a time. `tree: auto` measures once per size of batch and doubling of the texts'
-    length, and once more where drafting then did not pay; those seconds are reported as `measure` and not in the total.
+    An object decodes one batch at a time. `tree: auto` measures once per target, size of batch and doubling of the
+    texts' length, and once more where drafting did not pay; those seconds are reported as `measure`, and not in the
+    total.
 
     Args:
         target: the frozen model.
         drafter: what proposes; `from_draft` makes that of a draft.
         plan: the tree of every round; by default the drafter's longest path.
         tree: "fixed" follows the plan in every round; "auto" measures this machine before the first text, and then
-            drafts and verifies, within the plan, what brings the most tokens per second: round by round on a CPU, and
-            on CUDA, where the host must not wait, with sizes that it settles on, and reconsiders now and then.
+            drafts and verifies, within the plan, what should bring the most tokens per second: by round on a CPU, and
+            on CUDA, where a new plan takes a new graph, by text and doubling of its length.
         graphs: run rounds as CUDA graphs; None does so where the target can.
 
     Raises:
@@ -68,13 +72,19 @@ class Speculative(Decoder):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         if plan.depth > drafter.depth:
             raise ValueError(f"depth is {plan.depth}, and the drafter's {drafter.depth}; it must not be deeper")
+        if tree == "auto" and target.device.type == "cpu":
+            plan = replace(plan, tree_width=min(plan.tree_width, CPU_WIDTH))
         self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
-        self.fixed, self.lookup = Fixed(plan), Lookup(plan.lookup)
+        self.lookup = Lookup(plan.lookup)
+        self.matches: dict[int, int] = {}  # tokens that matched in the next lookup, by prompt
         # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
         self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
         self.confirmed: set[tuple[int, int, tuple[bool, ...]]] = set()  # measured again, as drafting did not pay
-        self.budgets: dict[tuple[int, Sampling], PerRound | Settled] = {}  # by rows and by what a draft is good at
-        self.budget: Budget = self.fixed  # of the text in hand
+        self.choosers: dict[Sampling, Chooser] = {}  # as a draft is better at some temperatures
+        self.chooser: Chooser | None = None  # of the text in hand
+        self.trials = 0  # rounds to come that draft a whole tree
+        self.now: Costs | None = None  # of a round of the texts in hand
+        self.settled: Plan | None = None  # on CUDA, until costs change
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -117,7 +127,7 @@ class Speculative(Decoder):
     @property
     def why_plain(self) -> str | None:
         """Why `tree: auto` stopped drafting the last texts, in a line; None where it did not."""
-        return self.budget.why_plain()
+        return self.chooser.why_plain(self.now) if self.chooser and self.now else None
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -130,20 +140,19 @@ class Speculative(Decoder):
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
-            self._choose_budget(request.sampling, clock, begins=True)  # may measure, before text is shown
+            self._begin(request.sampling, clock)  # may measure, before text is shown
         yield began
         while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
-            budget = self._choose_budget(request.sampling, clock)
-            budget.begin(self.active.rows)
-            done, host_copy = self._round(budget, clock)
+            done, host_copy = self._round(self._choose_plan(), clock)
             emitted = host_copy.tolist()  # the one synchronisation
             counts = [row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)]
             self.cache.slots.advance_host(counts)
-            budget.learn(done)
-            of_row = {self.active.prompts[row]: emitted[row][1 : emitted[row][0] + 2] for row in self.active.rows}
+            self._learn(done)
+            self.matches = {self.active.prompts[row]: emitted[row][1] for row in self.active.rows}
+            of_row = {self.active.prompts[row]: emitted[row][2 : emitted[row][0] + 3] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
             tokens = {prompt: kept for prompt, (kept, _) in counted.items()}
             accepted = {prompt: count for prompt, (_, count) in counted.items()}
@@ -151,41 +160,36 @@ class Speculative(Decoder):
 
     # --- one round ---
 
-    def _round(self, budget: Budget, clock: Clock) -> tuple[Round, Tensor]:
+    def _round(self, plan: Plan, clock: Clock) -> tuple[Round, Tensor]:
         """One round of all rows; inactive ones do not advance, and their output means nothing.
 
         Returns:
-            What it did; and (B, 1 + K+1), what the host must know: accepted, then the tokens emitted.
+            What it did; and (B, 2 + K+1), what the host must know: how many tokens are accepted, how many matched in
+            the next lookup, and what is emitted.
         """
-        if budget.needs_sync:
-            return self._draft_verify_commit(budget, clock.part)
-        slots = self.cache.slots
-        state = [slots.lengths, self.root, self.sampler.in_text, self.lookup.text, *self.drafter.state()]
-        key = (slots.extent_for(0), budget.plan, self.sampler.kind)
-        return self.graphs.run(key, partial(self._draft_verify_commit, budget), state, clock)
+        slots, lookup = self.cache.slots, self.lookup
+        of_lookup = [lookup.text, lookup.next, lookup.found]
+        state = [slots.lengths, self.root, self.sampler.in_text, *of_lookup, *self.drafter.state()]
+        key = (slots.extent_for(0), plan, self.sampler.kind)
+        return self.graphs.run(key, partial(self._draft_verify_commit, plan), state, clock)
 
-    def _draft_verify_commit(self, budget: Budget, part: Timer) -> tuple[Round, Tensor]:
-        depth, _, most = budget.plan or (self.plan.depth, 0, self.plan.lookup)
-        depth, found, path, looked_up = max(depth, most), None, None, 0
+    def _draft_verify_commit(self, plan: Plan, part: Timer) -> tuple[Round, Tensor]:
+        lookup, depth = self.lookup, plan.reach
         with part("draft"):
             noise = self._noise(depth)
-            if not budget.needs_sync:  # at once: fewer kernels
-                noise.first(depth + 1)
-            tree = self.drafter.draft(self.root, budget, noise)
-            if most:
-                path, found = self.lookup.find(self.cache.slots.lengths)
-                looked_up = budget.lookup_count(found, most)
-                tree = join(tree, path[:, :looked_up])
+            noise.first(depth + 1)  # at once: fewer kernels
+            candidates = self.drafter.draft(self.root, plan, noise)
+            tree = join(rerank(candidates, plan.nodes), lookup.next[:, : plan.lookup])
+            looked_up = (lookup.found.clone(), lookup.next.clone()) if self.plan.lookup else ()
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)
         with part("commit"):
-            deepest = int(ancestors.sum(-1).max()) - 1 if budget.needs_sync else depth
-            choice = self._choose(tree, ancestors, logits, noise.first(deepest + 1))
+            choice = self._choose(tree, ancestors, logits, noise.first(depth + 1))
             verdict = judge(tree, ancestors, choice, depth)
             self._commit(verdict, draft_input)
-            host_copy = torch.cat([verdict.accepted[:, None], verdict.tokens], dim=1)
-        return Round(tree, ancestors, verdict, found, path, looked_up), host_copy
+            host_copy = torch.cat([verdict.accepted[:, None], lookup.found[:, None], verdict.tokens], dim=1)
+        return Round(tree, ancestors, verdict, candidates, plan.lookup, *looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
         """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
@@ -208,6 +212,7 @@ class Speculative(Decoder):
         counts = (verdict.accepted + 1) * self.active.mask
         if self.plan.lookup:
             self.lookup.append(verdict.tokens, self.cache.slots.lengths)
+            self.lookup.look(self.cache.slots.lengths + counts)
         on_path = draft_input.gather(1, verdict.path[..., None].expand(-1, -1, draft_input.shape[-1]))  # (B, K+1, R)
         self.cache.keep_path(verdict.path, counts)
         self.drafter.append_context(verdict.tokens, on_path, counts)
@@ -238,8 +243,10 @@ class Speculative(Decoder):
         host_copy = first.tolist()
         texts = pad_right([[*prompt, token] for prompt, token in zip(prompts, host_copy, strict=True)], target.device)
         drafter.append_context(texts[:, 1:], draft_input, cache.slots.lengths)
+        self.lookup.start(texts, cache.slots.capacity)
         if self.plan.lookup:
-            self.lookup.start(texts, cache.slots.capacity)
+            self.lookup.look(cache.slots.lengths)
+        self.matches = dict(enumerate(self.lookup.found.tolist()))
         return host_copy
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
@@ -249,42 +256,56 @@ class Speculative(Decoder):
                 part.select(kept)
             self.root = self.root[kept]
 
-    def _choose_budget(self, sampling: Sampling, clock: Clock, begins: bool = False) -> Budget:
-        """The budget of the next round. Costs of a new length are measured where texts begin, not within them."""
-        if self.tree == "auto":
-            batch, device, kind = len(self.active.prompts), self.target.device, sampling.steps
-            doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
-            known = [each for rows, each, how in self.measured if (rows, how) == (batch, kind) and each <= doublings]
-            key, used = (batch, doublings, kind), self.budgets.get((batch, sampling))
-            doubted = begins and used and key in self.measured and key not in self.confirmed and used.why_plain()
-            if begins and (doublings not in known or doubted):
-                with clock.excluded("measure"):
-                    costs = self._measure()
-                if doubted:  # what else was running may have taken the time, so the draft gets another chance
-                    costs = costs.least(self.measured[key])
-                    self.confirmed.add(key)
-                    del self.budgets[batch, sampling]
-                self.measured[key] = costs
-                known.append(doublings)
-            if not known:  # some rows were dropped, and so few were never measured
-                return self.budget
-            costs = self.measured[batch, max(known), kind]
-            if (batch, sampling) not in self.budgets:
-                auto = Settled if device.type == "cuda" else PerRound
-                made = auto(self.plan.depth, self.plan.nodes, costs, Calibration(device), self.plan.lookup)
-                self.budgets[batch, sampling] = made
-            self.budget = budget = self.budgets[batch, sampling]
-            budget.costs = costs
-        return self.budget
+    def _key(self) -> tuple[int, int, tuple[bool, ...]]:
+        """What costs depend on: rows of the batch, doublings of the texts' length, what choosing a token takes."""
+        doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
+        return len(self.active.prompts), doublings, self.sampler.sampling.steps
 
-    def _measure(self) -> Costs:
-        """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write."""
+    def _begin(self, sampling: Sampling, clock: Clock) -> None:
+        """Texts begin: measure costs that are not known, or by which drafting does not pay."""
+        if self.tree == "fixed":
+            return
+        key, self.settled = self._key(), None
+        self.chooser = self.choosers.setdefault(sampling, Chooser(self.plan, self.target.device))
+        known = self.measured.get(key)
+        doubted = known is not None and key not in self.confirmed and self.chooser.why_plain(known)
+        if known is None or doubted:
+            with clock.excluded("measure"):
+                self.measured[key] = self._measure(key, again=bool(doubted))
+            self.confirmed |= {key} if doubted else set()
+        self.now = self.measured[key]
+        self.trials = self.chooser.begin(self.now)
+
+    def _choose_plan(self) -> Plan:
+        """Of the next round. Longer texts, and fewer rows, have costs of their own where these were measured."""
+        if self.chooser is None or self.now is None:
+            return self.plan
+        rows, doublings, kind = self._key()
+        known = [key for key in self.measured if (key[0], key[2]) == (rows, kind) and key[1] <= doublings]
+        before, self.now = self.now, self.measured[max(known)] if known else self.now
+        found = [self.matches[self.active.prompts[row]] for row in self.active.rows]
+        if self.trials or self.target.device.type != "cuda":
+            return self.chooser.choose(self.now, found, whole=self.trials > 0)
+        if self.settled is None or self.now is not before:
+            self.settled = self.chooser.choose(self.now, None)
+        return self.settled
+
+    def _learn(self, done: Round) -> None:
+        if self.chooser and (self.trials or self.target.device.type != "cuda"):
+            self.chooser.learn(done, self.active.mask, whole=self.trials > 0)
+        self.trials = max(self.trials - 1, 0)
+
+    def _measure(self, key: Hashable, again: bool) -> Costs:
+        """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write.
+
+        Sizes that another draft of this target was verified with are not timed `again` unless that is asked.
+        """
         logger.info("tree: auto times draft steps and verification on this machine, some seconds")
-        candidates, reach = self.drafter.draft(self.root, self.fixed), self.plan.reach
-        noise = self._noise(reach).first(reach + 1)
+        plan, reach = self.plan, self.plan.reach
+        candidates, noise = self.drafter.draft(self.root, plan), self._noise(reach).first(reach + 1)
 
         def verify(nodes: int) -> Callable[[], object]:
-            tree = rerank(candidates, min(nodes, self.plan.nodes))
+            tree = rerank(candidates, min(nodes, plan.nodes))
             looked_up = torch.full_like(tree.tokens[:, :1], -1).expand(-1, nodes - tree.tokens.shape[1])
             tree = join(tree, looked_up)
 
@@ -297,9 +318,11 @@ class Speculative(Decoder):
         def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
             return partial(self.graphs.run_alone, ("timed", name), work)
 
-        draft = repeatable(0, partial(self.drafter.draft, self.root, self.fixed))
+        draft = repeatable(0, partial(self.drafter.draft, self.root, plan))
+        shared = _VERIFY.setdefault(self.target.model, {}).setdefault(key, {})
         with announced("timing draft steps and verification"):
-            sizes = self.plan.nodes, self.target.device, self.plan.lookup
-            measured = costs.measure(draft, getattr(self.drafter, "steps", self.drafter.depth), verify, *sizes)
+            steps, most = getattr(self.drafter, "steps", self.drafter.depth), plan.nodes + plan.lookup
+            measured = costs.measure(draft, steps, verify, most, self.target.device, {} if again else shared)
         self.graphs.clear()
-        return measured
+        shared |= {n: min(seconds, shared.get(n, seconds)) for n, seconds in measured.verify.items()}  # noise adds time
+        return measured._replace(verify=shared)

@@ -31,17 +31,24 @@ class Lookup:
     def __init__(self, count: int):
         self.count = count
         self.text = torch.zeros(0, 0, dtype=torch.long)  # (B, C) none, until `start`
+        self.next, self.found = self.text, self.text  # as of `find`, for the next round
 
     def start(self, tokens: Tensor, capacity: int) -> None:
         """Begin with right-padded texts (B, T); each may grow to `capacity`."""
         if self.text.shape != (len(tokens), capacity):
             self.text = tokens.new_zeros(len(tokens), capacity)
+            self.next, self.found = tokens.new_zeros(len(tokens), self.count), tokens.new_zeros(len(tokens))
         self.text[:, : tokens.shape[1]] = tokens
 
     def append(self, tokens: Tensor, lengths: Tensor) -> None:
         """Tokens (B, n) after the root, which is at `lengths` (B,); those that are not emitted will be overwritten."""
         places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         self.text.scatter_(1, places.clamp(max=self.text.shape[1] - 1), tokens)
+
+    def look(self, lengths: Tensor) -> None:
+        """Keep, in place, what `find` says."""
+        for kept, new in zip((self.next, self.found), self.find(lengths), strict=True):
+            kept.copy_(new)
 
     def find(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens matched (B,).
@@ -64,7 +71,8 @@ class Lookup:
 
     def select(self, rows: list[int]) -> None:
         """Keep only these texts."""
-        self.text = self.text[rows] if len(self.text) else self.text
+        if len(self.text):
+            self.text, self.next, self.found = self.text[rows], self.next[rows], self.found[rows]
 
 
 def join(tree: Tree, path: Tensor) -> Tree:
@@ -99,7 +107,7 @@ class LookupAlone:
     def append_context(self, tokens: object, draft_input: object, counts: object) -> None:
         """Nothing, as the next root is given."""
 
-    def draft(self, root: Tensor, budget: object, noise: object = None) -> Tree:
+    def draft(self, root: Tensor, plan: object, noise: object = None) -> Tree:
         """The root."""
         return root_tree(root)
 

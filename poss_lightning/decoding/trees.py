@@ -41,6 +41,16 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     return ancestors
 
 
+def node_depths(parents: Tensor, depth: int) -> Tensor:
+    """The depth of each node (B, N) of trees of at most this depth; the root's is 0."""
+    at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    depths = torch.zeros_like(parents)
+    for _ in range(depth):
+        depths += at > 0
+        at = parents.gather(1, at)
+    return depths
+
+
 def rerank(tree: Tree, nodes: int) -> Tree:
     """The `nodes` best nodes by path score, root included.
 

@@ -22,11 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.lookup import Lookup, join
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.trees import ancestor_mask
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
@@ -194,7 +193,7 @@ def _replay_all(drafter: TreeDrafter, answers: list[Answer], title: str | None =
 @torch.inference_mode()
 def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
     """What each round of B answers accepts, side by side."""
-    weight, depth, budget = drafter.specialists.fc.weight, drafter.plan.reach, Fixed(drafter.plan)
+    weight, plan, depth = drafter.specialists.fc.weight, drafter.plan, drafter.plan.reach
     device, lookup = weight.device, Lookup(drafter.plan.lookup)
     # Of the host: where an answer ends, and the place in its text of the next round's root, (B,).
     lengths = torch.tensor([len(answer.tokens) for answer in answers])
@@ -226,7 +225,7 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
         at, moves = send(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, at + path[1:])
-        tree = drafter.draft(text.gather(1, at).clamp(min=0), budget, noise)
+        tree = rerank(drafter.draft(text.gather(1, at).clamp(min=0), plan, noise), plan.nodes)
         tree = join(tree, lookup.find(at[:, 0])[0]) if lookup.count else tree
         ancestors = ancestor_mask(tree.parents, depth)
         choice = text.gather(1, (at + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
