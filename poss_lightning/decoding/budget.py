@@ -71,7 +71,8 @@ class Chooser:
         rates, tokens, seconds = self._rates(costs, None)
         if not self.trees or rates[1:].max() >= rates[0].max():
             return None
-        best = 1 + rates[1:].argmax() // rates[0].size, *np.unravel_index(rates[1:].argmax() % rates[0].size, rates[0].shape)
+        places = np.unravel_index(rates[1:].argmax(), rates[1:].shape)
+        best = places[0] + 1, *places[1:]
         steps, needed = seconds[best] / costs.verify[1], rates[0].max() * seconds[best]
         return (
             "tree: auto gave up drafting: on this machine a round with drafting takes as long as "
