@@ -25,8 +25,8 @@ LEAST = 8  # nodes that they verify
 TREES = 16  # whole trees that the average reaches back to
 
 
-class Chooser:
-    """Chooses the plan of each round, and learns from what it brought.
+class Planner:
+    """Chooses the plan of each round, and learns from what the rounds brought.
 
     Its tables lie on the device: learning never waits for it, and choosing waits once.
 
@@ -83,7 +83,10 @@ class Chooser:
     def _rates(self, costs: Costs, found: list[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens per second of a row, and both, by depth, nodes and looked-up tokens: (K+1, n, m) three times."""
         tables = self.drafted, self.beside.brings(), self.alone.brings(), self.matched
-        drafted, beside, alone, matched = (table.cpu().numpy() for table in tables)
+        copied = torch.cat([table.flatten() for table in tables]).cpu().split([table.numel() for table in tables])
+        drafted, beside, alone, matched = (
+            part.view(table.shape).numpy() for part, table in zip(copied, tables, strict=True)
+        )
         share = matched if found is None else np.bincount(found, minlength=len(matched))
         share = share / max(share.sum(), 1)
         looked_up = np.stack([share @ alone] + [share @ beside] * self.depth)[:, None, self.more]

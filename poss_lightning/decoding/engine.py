@@ -15,7 +15,7 @@ from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Chooser
+from poss_lightning.decoding.budget import Planner
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafter import Drafter
@@ -51,7 +51,8 @@ class Speculative(Decoder):
         plan: the tree of every round; by default the drafter's longest path.
         tree: "fixed" follows the plan in every round; "auto" measures this machine before the first text, and then
             drafts and verifies, within the plan, what should bring the most tokens per second: by round on a CPU, and
-            on CUDA, where a new plan takes a new graph, by text and doubling of its length.
+            elsewhere, where choosing waits for the device and a new plan takes a new graph, by text and doubling of its
+            length.
         graphs: run rounds as CUDA graphs; None does so where the target can.
 
     Raises:
@@ -80,11 +81,12 @@ class Speculative(Decoder):
         # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
         self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
         self.confirmed: set[tuple[int, int, tuple[bool, ...]]] = set()  # measured again, as drafting did not pay
-        self.choosers: dict[Sampling, Chooser] = {}  # as a draft is better at some temperatures
-        self.chooser: Chooser | None = None  # of the text in hand
+        self.planners: dict[Sampling, Planner] = {}  # as a draft is better at some temperatures
+        self.planner: Planner | None = None  # of the text in hand
+        self.each_round = target.device.type == "cpu"  # the planner chooses anew
         self.trials = 0  # rounds to come that draft a whole tree
         self.now: Costs | None = None  # of a round of the texts in hand
-        self.settled: Plan | None = None  # on CUDA, until costs change
+        self.settled: Plan | None = None  # elsewhere, until costs change
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -127,7 +129,7 @@ class Speculative(Decoder):
     @property
     def why_plain(self) -> str | None:
         """Why `tree: auto` stopped drafting the last texts, in a line; None where it did not."""
-        return self.chooser.why_plain(self.now) if self.chooser and self.now else None
+        return self.planner.why_plain(self.now) if self.planner and self.now else None
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -266,33 +268,35 @@ class Speculative(Decoder):
         if self.tree == "fixed":
             return
         key, self.settled = self._key(), None
-        self.chooser = self.choosers.setdefault(sampling, Chooser(self.plan, self.target.device))
+        self.planner = self.planners.setdefault(sampling, Planner(self.plan, self.target.device))
         known = self.measured.get(key)
-        doubted = known is not None and key not in self.confirmed and self.chooser.why_plain(known)
+        doubted = known is not None and key not in self.confirmed and self.planner.why_plain(known)
         if known is None or doubted:
             with clock.excluded("measure"):
                 self.measured[key] = self._measure(key, again=bool(doubted))
             self.confirmed |= {key} if doubted else set()
         self.now = self.measured[key]
-        self.trials = self.chooser.begin(self.now)
+        self.trials = self.planner.begin(self.now)
 
     def _choose_plan(self) -> Plan:
         """Of the next round. Longer texts, and fewer rows, have costs of their own where these were measured."""
-        if self.chooser is None or self.now is None:
+        if self.planner is None or self.now is None:
             return self.plan
         rows, doublings, kind = self._key()
         known = [key for key in self.measured if (key[0], key[2]) == (rows, kind) and key[1] <= doublings]
         before, self.now = self.now, self.measured[max(known)] if known else self.now
-        found = [self.matches[self.active.prompts[row]] for row in self.active.rows]
-        if self.trials or self.target.device.type != "cuda":
-            return self.chooser.choose(self.now, found, whole=self.trials > 0)
+        if self.each_round:
+            found = [self.matches[self.active.prompts[row]] for row in self.active.rows]
+            return self.planner.choose(self.now, found, whole=self.trials > 0)
+        if self.trials:
+            return self.plan
         if self.settled is None or self.now is not before:
-            self.settled = self.chooser.choose(self.now, None)
+            self.settled = self.planner.choose(self.now, None)
         return self.settled
 
     def _learn(self, done: Round) -> None:
-        if self.chooser and (self.trials or self.target.device.type != "cuda"):
-            self.chooser.learn(done, self.active.mask, whole=self.trials > 0)
+        if self.planner and (self.trials or self.each_round):
+            self.planner.learn(done, self.active.mask, whole=self.trials > 0)
         self.trials = max(self.trials - 1, 0)
 
     def _measure(self, key: Hashable, again: bool) -> Costs:

@@ -158,7 +158,7 @@ def _costs(found: Findings) -> pd.DataFrame:
     }
     for steps, nodes in TREES:
         known = [cost if nodes <= max(cost.verify) else None for cost in costs]  # no larger tree was measured
-        table[f"{nodes} nodes, ms"] = [f"{1000 * cost.verify_seconds(nodes):.1f}" if cost else "" for cost in known]
+        table[f"{nodes} nodes, ms"] = [f"{1000 * cost.round_seconds(0, nodes):.1f}" if cost else "" for cost in known]
         table[f"{steps} steps pay from τ"] = [f"{cost.break_even(steps, nodes):.2f}" if cost else "" for cost in known]
     return _table(table)
 

@@ -1,220 +1,199 @@
-"""Trees by tokens a second: chances against counts, a choice against trying all, the whole against fixed trees."""
+"""Plans by tokens per second: chances against counts, choices against trying all, the whole against fixed plans."""
 
+import itertools
 import random
 import re
 
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import (
-    NEW_TRIALS,
-    SETTLED_ROUNDS,
-    TRIALS,
-    AutoBudget,
-    Fixed,
-    PerRound,
-    Settled,
-    Trial,
-)
-from poss_lightning.decoding.costs import TREE_SIZES, Costs
+from poss_lightning.decoding.budget import SELDOM, TREES, TRIALS, Planner
+from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import join
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.rounds import Calibration, Round
-from poss_lightning.decoding.trees import Tree, ancestor_mask
+from poss_lightning.decoding.trees import Tree, ancestor_mask, node_depths, rerank, root_tree
 from poss_lightning.decoding.verification import judge
 
-CPU, DEPTH, NODES = torch.device("cpu"), 6, 12
+CPU, DEPTH, NODES, ONE = torch.device("cpu"), 6, 12, torch.ones(1)
 CLAIMS = 0.95, 0.95, 0.6, 0.3, 0.05  # of a draft, at places easy and hard
 OVERSTATED = 1.5  # a token that it claims at c is right with the chance c to this power
+ROUNDS = 20  # of a text
 
 
 def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
     calibration = Calibration(CPU)
-    scores = -torch.tensor([0.0, 0.3, 1.2, 3.5, 7.0])
+    scores = -torch.tensor([[0.0, 0.3, 1.2, 3.5, 7.0]])
     assert ((calibration.chance(scores) - scores.exp()).abs() < 0.12).all()
     chance = random.Random(0)
-    for _ in range(600):  # every second of those claimed at 0.30, none of those claimed at 0.03
-        taken = torch.tensor([chance.random() < 0.5, False])
-        calibration.learn(-torch.tensor([1.2, 3.5]), taken)
-    found = calibration.chance(scores)
+    for _ in range(
+        600
+    ):  # every second of those claimed at 0.30, none of those claimed at 0.03; a finished row says else
+        taken = torch.tensor([[chance.random() < 0.5, False], [True, True]])
+        calibration.learn(-torch.tensor([[1.2, 3.5]] * 2), taken, torch.tensor([1.0, 0.0]))
+    found = calibration.chance(scores)[0]
     assert found[2] == pytest.approx(0.5, abs=0.1) and found[3] < 0.02
-    assert found[4] == Calibration(CPU).chance(scores)[4]  # never seen
+    assert found[4] == Calibration(CPU).chance(scores)[0, 4]  # never seen
 
 
 def test_costs_between_those_measured_lie_on_a_line_and_never_fall():
-    found = Costs.interpolate(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
-    assert list(found.verify) == [n for n in TREE_SIZES if n <= 20]
-    assert [found.verify[n] for n in (1, 2, 3, 4, 6, 8, 12, 16, 20)] == [10, 13, 13, 13, 15, 17, 28, 39, 39]
+    found = Costs(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
+    sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 60]  # no tree may have 60
+    assert found.round_seconds(0, sizes).tolist() == [10, 13, 13, 13, 15, 17, 28, 39, 39, 39]
     assert found.break_even(0, 1) == 1  # in plain steps
-    assert found.break_even(3, 5) == found.break_even(3, 6) == (3 * 2 + 15) / 10
-    assert found.break_even(6, 60) == (6 * 2 + 39) / 10  # no tree may have so many
+    assert found.break_even(3, 6) == (3 * 2 + 15) / 10
+    assert found._replace(steps=1).break_even(3, 6) == (2 + 15) / 10  # a block is one step
 
 
 def costs(draft: float, slope: float) -> Costs:
-    return Costs(draft, {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12)})
+    return Costs(draft, {n: 10 + slope * n for n in (1, 2, 3, 4, 6, 8, 12, 24)})
 
 
-def budget_of(kind: type[AutoBudget], draft=1.0, slope=0.2, **options) -> AutoBudget:
-    return kind(**{"depth": DEPTH, "nodes": NODES} | options, costs=costs(draft, slope), calibration=Calibration(CPU))
+def random_tree(rows: int, seed: int) -> Tree:
+    """Three levels, each node likelier than its children."""
+    torch.manual_seed(seed)
+    parents = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3, 4, 4, 6]).expand(rows, -1)
+    scores = torch.zeros(rows, 11)
+    for node in range(1, 11):
+        scores[:, node] = scores[:, parents[0, node]] - 2 * torch.rand(rows)
+    return Tree(torch.arange(11).expand(rows, -1), parents, scores)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_size_is_the_best_of_all(seed):
-    """Tokens less what their seconds would bring elsewhere, tried for every size, for three rows; one is finished."""
-    torch.manual_seed(seed)
-    budget = budget_of(PerRound, slope=0.5)
-    budget.begin([0, 1, 3])
-    scores = torch.cat([torch.zeros(4, 1), -3 * torch.rand(4, 20)], dim=1)
-    chances = budget.calibration.chance(scores[budget.active, 1:])
+def test_the_plan_is_the_best_of_all(seed):
+    """Expected tokens over seconds, tried for every depth, size and number of looked-up tokens; one row is finished."""
+    whole, planner = random_tree(4, seed), Planner(Plan(3, 8, lookup=4), CPU)
+    mask, found = torch.tensor([1, 1, 0, 1]), [0, 3, 2]
+    root = root_tree(whole.tokens[:, :1])
+    verdict = judge(root, ancestor_mask(root.parents, 4), whole.tokens[:, :1], 4)
+    planner.learn(Round(root, ancestor_mask(root.parents, 4), verdict, whole), mask, whole=True)
+    for worth in (planner.alone, planner.beside):
+        worth.learn(torch.tensor([3, 3]), torch.ones(2, 4) > 0, torch.rand(2, 4) > 0.5, torch.ones(2))
+    machine, depths = costs(0.4, 0.3), node_depths(whole.parents, 3)
+    chances = planner.calibration.chance(whole.scores)
 
-    def worth(n: int) -> float:
-        gained = sum(sum(sorted(row, reverse=True)[: n - 1]) for row in chances.tolist())
-        return gained - budget.rate * budget.costs.verify[n]
+    def rate(plan: tuple[int, int, int]) -> float:
+        depth, nodes, count = plan
+        drafted = [sorted(chances[i, 1:][depths[i, 1:] <= depth].tolist(), reverse=True) for i in (0, 1, 3)]
+        worth = (planner.beside if depth else planner.alone).brings()
+        tokens = 3 + sum(sum(row[: nodes - 1]) for row in drafted) + sum(float(worth[n, count]) for n in found)
+        return tokens / 3 / (depth * 0.4 + machine.round_seconds(0, nodes + count))
 
-    assert budget.node_count(scores) == max(budget.costs.verify, key=worth)
-    assert budget.node_count(scores[:, :5]) <= 5
+    plans = itertools.product(range(4), (1, 2, 3, 4, 6, 8), (0, 1, 2, 3, 4))
+    best = max((rate(plan) for plan in plans if plan[1] > plan[0] and (plan[0] or plan[1] == 1)))
+    chosen = planner.choose(machine, found)
+    assert rate((chosen.depth, chosen.nodes, chosen.lookup)) == pytest.approx(best, rel=1e-5)
+    assert planner.choose(machine, found, whole=True).depth == 3
 
 
-def play(budget: AutoBudget, rounds: int, claims=CLAIMS, looked_up=0.0, matching=1.0) -> tuple[float, float]:
-    """Tokens a second, by the costs, of chains with lookups; and the share of rounds that drafted.
+def play(planner: Planner, machine: Costs, texts: int, claims=CLAIMS, looked_up=0.0, matching=1.0):
+    """Tokens per second, by the costs, of chains with lookups; and the share of rounds that drafted.
 
     Args:
         claims: the draft's chances of a token, at one place or another.
         looked_up: the chance that a looked-up token is right, where something matches.
         matching: the chance that it does.
     """
-    chance, tokens, seconds, drafts = random.Random(0), 0, 0.0, 0
-    most = budget.beyond.claimed.shape[1]
-    for _ in range(rounds):
+    chance, tokens, seconds, drafts, most = random.Random(0), 0, 0.0, 0, planner.plan.lookup
+    for turn in range(texts * ROUNDS):
+        trials = planner.begin(machine) if turn % ROUNDS == 0 else trials - 1
         claim, found = chance.choice(claims), torch.tensor([3 * (chance.random() < matching)])
         said = torch.arange(1, DEPTH + 2)[None]  # what the target says: another token at each place
         drafted, continued = (
             torch.where(torch.tensor([[chance.random() < share for _ in range(DEPTH)]]), said[:, :-1], 0)
             for share in (claim**OVERSTATED, looked_up if found else 0.0)
         )
-        scores, depth = torch.arange(DEPTH + 1)[None] * torch.tensor(claim).log(), 0
-        while depth < budget.depth and budget.go_deeper(depth, scores[:, depth : depth + 1]):
-            depth += 1
-        nodes = min(budget.node_count(scores[:, : depth + 1]), depth + 1)
-        chain = torch.cat([torch.zeros(1, 1, dtype=torch.long), drafted], dim=1)[:, :nodes]
-        tree = Tree(chain, (torch.arange(nodes) - 1).clamp(0)[None], scores[:, :nodes])
-        count = budget.lookup_count(found, most) if most else 0
-        tree = join(tree, continued[:, :count])
+        plan = planner.choose(machine, found.tolist(), whole=trials > 0)
+        chain = torch.cat([torch.zeros(1, 1, dtype=torch.long), drafted], dim=1)[:, : plan.depth + 1]
+        places = torch.arange(plan.depth + 1)[None]
+        candidates = Tree(chain, (places - 1).clamp(0), places * torch.tensor(claim).log())
+        tree = join(rerank(candidates, plan.nodes), continued[:, : plan.lookup])
         ancestors = ancestor_mask(tree.parents, DEPTH)
         verdict = judge(tree, ancestors, said[0, (ancestors.sum(-1) - 1).clamp(max=DEPTH)], DEPTH)
-        lookup = (found, continued[:, :most], count) if most else ()
-        budget.learn(Round(tree, ancestors, verdict, *lookup))
+        lookup = (plan.lookup, found, continued[:, :most]) if most else ()
+        planner.learn(Round(tree, ancestors, verdict, candidates, *lookup), ONE, whole=trials > 0)
         tokens += int(verdict.accepted) + 1
-        seconds += depth * budget.costs.draft_step + budget.costs.verify_seconds(nodes + count)
-        drafts += depth > 0
-    return tokens / seconds, drafts / rounds
+        seconds += float(machine.round_seconds(plan.depth, plan.nodes + plan.lookup))
+        drafts += plan.depth > 0
+    return tokens / seconds, drafts / (texts * ROUNDS)
 
 
 def fixed_rate(machine: Costs, depth: int, claims=CLAIMS, looked_up=0.0, matching=0.0) -> float:
-    """Tokens a second of chains that all have this depth, with as many looked-up tokens as `play` if any."""
+    """Tokens per second of chains that all have this depth, with as many looked-up tokens as `play` if any."""
     beside = DEPTH if matching else 0
     chances = [
         1 - (1 - claim ** (OVERSTATED * place) * (place <= depth)) * (1 - matching * looked_up**place)
         for claim in claims
         for place in range(1, max(depth, beside) + 1)
     ]
-    seconds = depth * machine.draft_step + machine.verify_seconds(depth + 1 + beside)
-    return (1 + sum(chances) / len(claims)) / seconds
+    return float((1 + sum(chances) / len(claims)) / machine.round_seconds(depth, depth + 1 + beside))
 
 
-@pytest.mark.parametrize(("draft", "slope"), [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0), (20.0, 20.0)], ids=str)
-def test_what_is_chosen_anew_or_settled_on_is_near_the_best_fixed_tree(draft, slope):
+MACHINES = [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0), (20.0, 20.0)]
+
+
+@pytest.mark.parametrize(("draft", "slope"), MACHINES, ids=str)
+def test_it_is_near_the_best_fixed_tree(draft, slope):
     """In five machines: cheap and dear steps, flat and steep verification; in the last, plain decoding is best."""
-    best = max(fixed_rate(costs(draft, slope), depth) for depth in range(DEPTH + 1))
-    assert play(budget_of(PerRound, draft, slope), 800)[0] > 0.97 * best
-    settled = budget_of(Settled, draft, slope)
-    play(settled, TRIALS)
-    depth, nodes, _ = settled.plan
-    assert nodes <= depth + 1 and fixed_rate(settled.costs, depth) > 0.9 * best
+    machine = costs(draft, slope)
+    rate, _ = play(Planner(Plan(DEPTH, NODES), CPU), machine, 24)
+    assert rate > 0.9 * max(fixed_rate(machine, depth) for depth in range(DEPTH + 1))
 
 
 @pytest.mark.parametrize(("draft", "claim", "looked_up"), [(3.0, 0.2, 0.9), (2.0, 0.95, 1.0), (0.5, 0.85, 0.9)])
 @pytest.mark.parametrize("matching", [1.0, 0.3])
-@pytest.mark.parametrize(("kind", "least"), [(PerRound, 0.94), (Settled, 0.88)])
-def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(kind, least, matching, draft, claim, looked_up):
+def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(matching, draft, claim, looked_up):
     """A draft that is wrong, or slow, may seem to pay because of what is looked up beside it."""
-    budget, rounds = budget_of(kind, draft, lookup=DEPTH), ((claim,), looked_up, matching)
-    play(budget, 200, *rounds)
-    rate, drafts = play(budget, 600, *rounds)
-    assert rate > least * max(fixed_rate(budget.costs, depth, *rounds) for depth in (0, DEPTH))
+    machine, planner = costs(draft, 0.2), Planner(Plan(DEPTH, NODES, lookup=DEPTH), CPU)
+    rounds = (claim,), looked_up, matching
+    play(planner, machine, 4, *rounds)
+    rate, drafts = play(planner, machine, 16, *rounds)
+    assert rate > 0.94 * max(fixed_rate(machine, depth, *rounds) for depth in (0, DEPTH))
     if claim == 0.2:
         assert drafts < 0.15
 
 
-@pytest.mark.parametrize("first, then", [((20.0, 20.0), (0.5, 0.1)), ((0.5, 0.1), (20.0, 20.0))], ids=str)
-def test_it_settles_anew_where_drafting_begins_to_pay_or_no_longer_does(first, then):
-    budget = budget_of(Settled, *first)
-    play(budget, 40)
-    before = budget.plan
-    play(budget, TRIALS + SETTLED_ROUNDS - 40 + NEW_TRIALS if before[0] else 4 * SETTLED_ROUNDS)
-    assert budget.plan in (before, None)  # the same, as nothing has changed
-    budget.costs = costs(*then)
-    play(budget, 8 * SETTLED_ROUNDS)
-    while budget.plan is None:
-        play(budget, 1)
-    assert (before[0] == 0) == (budget.plan[0] > 0)
+def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_back_where_it_does():
+    planner, dear, cheap = Planner(Plan(DEPTH, NODES), CPU), costs(20.0, 20.0), costs(0.5, 0.1)
+    assert planner.begin(dear) == TRIALS  # nothing is known of the draft
+    play(planner, dear, 1)
+    assert [planner.begin(dear) for _ in range(2 * SELDOM)].count(TRIALS) == 2
+    assert (
+        planner.begin(cheap) == TRIALS and planner.choose(cheap, None).depth > 0
+    )  # as fewer texts wait, or it is cooler
+    planner.drafted.zero_()  # a draft that is never right
+    assert planner.why_plain(cheap)
+    for _ in range(TREES // TRIALS):  # but is again
+        play(planner, cheap, SELDOM)
+    assert planner.why_plain(cheap) is None
 
 
-@pytest.mark.parametrize("rows", [[8] + [1] * 15, [1] * 15 + [8], [2] * 16], ids=str)
-@pytest.mark.parametrize("draft", [1.0, 3.0])
-def test_what_it_settles_on_counts_each_trials_own_rows(rows, draft):
-    """Tokens over seconds of all trials, for every depth and size; rows of a batch end while it looks."""
-    budget = budget_of(Settled, draft, depth=2)
-    scores, levels = torch.tensor([0.0, -0.4, -0.9, -1.1]), torch.tensor([0, 1, 1, 2])
-    budget.trials = [Trial(scores.repeat(n, 1), levels.repeat(n, 1), levels[:n] * 0) for n in rows]
-
-    def rate(depth: int, nodes: int) -> float:
-        chances = budget.calibration.chance(scores)[(levels > 0) & (levels <= depth)].tolist()
-        tokens = sum(n * (1 + sum(sorted(chances, reverse=True)[: nodes - 1])) for n in rows)
-        return tokens / (len(rows) * (depth * draft + budget.costs.verify[nodes]))
-
-    plans = [(0, 1), *((depth, nodes) for depth in (1, 2) for nodes in (1, 2, 3, 4))]
-    depth, nodes, _ = budget._best()
-    assert rate(depth, nodes) == pytest.approx(max(rate(*plan) for plan in plans), rel=1e-6)
-    assert depth > 0
-
-
-def test_a_short_text_after_a_long_one_is_drafted_as_before():
-    """Seconds of a long text say nothing of a short one's; what a round costs in plain steps does."""
-    budget = budget_of(PerRound)
-    short, statistics = budget.costs, budget.statistics
-    play(budget, 60)
-    believed = statistics.tokens / statistics.plain_steps
-    budget.costs = short._replace(verify={n: 3 * seconds for n, seconds in short.verify.items()})
-    play(budget, 200)
-    budget.costs = short
-    assert statistics.worthwhile and statistics.tokens / statistics.plain_steps > 0.95 * believed
-
-
-@pytest.mark.parametrize(("matching", "looked_up"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_it_settles_on_looked_up_tokens_where_they_pay(matching, looked_up):
-    """The draft is hardly ever right; the looked-up path is always right, or always wrong."""
-    budget = budget_of(Settled, slope=4.0, depth=1, lookup=4)
-    play(budget, TRIALS, (0.02,), looked_up, matching)
-    assert budget.plan[:2] == (0, 1) and (budget.plan[2] > 1) == bool(looked_up)
-
-
-@pytest.mark.parametrize("kind", [PerRound, Settled])
-def test_it_says_why_it_gave_up_drafting(kind):
+def test_it_says_why_it_gave_up_drafting():
     """Plain decoding is faster; or lookups alone are, though a round with this draft beats plain decoding."""
-    cheap, dear, wrong = budget_of(kind, 0.5, 0.1), budget_of(kind, 20.0, 20.0), budget_of(kind, 3.0, lookup=DEPTH)
-    play(cheap, 40)
-    assert cheap.why_plain() is None and Fixed(Plan(DEPTH, 12)).why_plain() is None
-    play(dear, 40)
-    needed, brought = map(float, re.findall(r"\d+\.\d+", dear.why_plain()))
+    cheap, dear = costs(0.5, 0.1), costs(20.0, 20.0)
+    trees, wrong = Planner(Plan(DEPTH, NODES), CPU), Planner(Plan(DEPTH, NODES, lookup=DEPTH), CPU)
+    assert trees.why_plain(dear) is None  # nothing is known
+    play(trees, dear, 2)
+    assert trees.why_plain(cheap) is None
+    needed, brought = map(float, re.findall(r"\d+\.\d+", trees.why_plain(dear)))
     assert needed > brought >= 1
-    play(wrong, 40, (0.2,), 0.9)
-    needed, brought, alone = map(float, re.findall(r"\d+\.\d+", wrong.why_plain()))
+    play(wrong, machine := costs(3.0, 0.2), 2, (0.2,), 0.9)
+    needed, brought, alone = map(float, re.findall(r"\d+\.\d+", wrong.why_plain(machine)))
     assert alone > brought > needed
 
 
-def test_rows_that_are_finished_do_not_count():
-    budget, scores = budget_of(PerRound, draft=5.0), torch.tensor([-0.1, -5.0])[:, None].expand(2, 3)
-    for active in (0, 1):
-        budget.begin([active])
-        assert budget.go_deeper(1, scores) == (budget.node_count(scores) > 1) == (active == 0)
+def test_rows_that_are_finished_teach_nothing():
+    """Of two rows, only the first goes on: what is learnt is what it alone would have taught."""
+    taught = []
+    for rows in (2, 1):
+        planner, whole = Planner(Plan(3, 8, lookup=2), CPU), Tree(*(part[:rows] for part in random_tree(2, seed=0)))
+        found, continued = torch.tensor([2, 3])[:rows], torch.tensor([[1, 5], [2, 6]])[:rows]
+        tree = join(rerank(whole, 8), continued)
+        ancestors = ancestor_mask(tree.parents, 3)
+        choice = torch.tensor([1, 4])[:rows, None].expand(-1, tree.tokens.shape[1])
+        done = Round(tree, ancestors, judge(tree, ancestors, choice, 3), whole, 2, found, continued)
+        planner.learn(done, torch.tensor([1, 0])[:rows], whole=True)
+        tables = (planner.calibration, planner.beside, planner.alone, planner)
+        taught.append([value for table in tables for value in vars(table).values() if isinstance(value, torch.Tensor)])
+    torch.testing.assert_close(*taught)
+    assert float(planner.calibration.accepted.sum()) == 1

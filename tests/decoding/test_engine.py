@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.budget import TRIALS
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import top_log_probs
@@ -39,6 +41,12 @@ LAWS = [
     Sampling(1.3, top_p=0.6, repetition_penalty=1.3),
     Sampling(0.3, min_p=0.05),
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_costs_of_other_tests(monkeypatch):
+    """Else drafts of one target share what verification takes."""
+    monkeypatch.setattr(engine, "_VERIFY", WeakKeyDictionary())
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -98,13 +106,13 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
     engine = speculate(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
     engine.decode([[5, 9, 20]], 3, frozenset())
-    assert engine.plan.nodes == 5 and {5, 11} <= set(engine.costs.verify) and max(engine.costs.verify) == 11
-    assert max(engine.budget.sizes) == 5
+    assert engine.plan.nodes == 5 and max(engine.costs.verify) == 11
+    assert engine.planner.sizes.max() == 5
 
 
 @pytest.mark.parametrize("lookup", [0, 8])
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup):
-    """Where the host sees the tree, that is to its deepest node and the place after."""
+    """To the deepest node that its plan allows, and the place after; the first rounds of a text draft whole trees."""
     engine, made = speculate(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), [0]
     engine.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
@@ -115,7 +123,7 @@ def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, l
 
     monkeypatch.setattr(TokenSampler, "noise", counted)
     drawn(engine, Sampling(1.0), 3, [[5, 9, 20]], 12, frozenset(), lambda step: made.append(0))
-    assert len(made) > 3 and max(made[1:]) <= 3
+    assert made[1 : TRIALS + 1] == [7] * TRIALS and len(made) > TRIALS + 3 and max(made[TRIALS + 1 :]) <= 3
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
@@ -215,8 +223,17 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
     for prompt, measured, last in ((10, [10], 10), (40, [10, 40], 40), (10, [10, 40], 40), (20, [10, 40, 20], 40)):
         text = [[5] * prompt]
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
-        assert list(seen) == measured and speculative.budget.costs is seen[last]
-    assert speculative.costs is seen[10]
+        assert list(seen) == measured and speculative.now == seen[last]
+    assert speculative.costs == seen[10]
+
+
+def test_verification_is_timed_once_for_all_drafts_of_a_target(target, monkeypatch):
+    """Else each would plan by a noise of its own."""
+    known = []
+    monkeypatch.setattr(engine.costs, "measure", lambda *given: known.append({**given[-1]}) or FLAT)
+    for draft in (tiny_draft(target, [2, 2]), tiny_draft(target, [4])):
+        tokens_of(speculate(target, draft, 4, 12, 3, tree="auto"))
+    assert known == [{}, FLAT.verify]
 
 
 @pytest.mark.parametrize("machine", ["busy", "slow"])

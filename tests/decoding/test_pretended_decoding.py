@@ -12,7 +12,7 @@ import torch
 
 from poss_lightning.corpus.draws import Draw
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.budget import PerRound, Settled
+from poss_lightning.decoding.budget import TRIALS
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import Plan
@@ -108,25 +108,21 @@ def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
     assert all(len(each) <= WAITS_A_ROUND for each in waits[1:])
 
 
-@pytest.mark.parametrize(("kind", "prompts"), [(PerRound, PROMPTS), (Settled, PROMPTS[:1])])
-def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, kind, prompts):
-    """Sized in every round, as on MPS; or settled on in the first rounds, as on CUDA, and then all are one graph."""
-    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", kind)
-    monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batch", "alone"])
+def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, prompts):
+    """A plan is settled on after the first rounds, for which the host waits once more, and then all are one graph."""
     monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
-    engine, settled = engine_of(load(DEVICE), tree="auto", lookup=3), []
-    engine.graphs.enabled = kind is Settled
+    engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto", lookup=3)), []
 
     def watch(step):
-        if engine.budget.plan:
-            settled.append(len(device.waits))
+        waits.append(len(device.waits))
         device.waits.clear()
 
     expected = answers("eagle2", DRAWN, prompts, 16, stops=())
     assert tokens_of(engine, DRAWN, prompts, 16, stops=(), watch=watch) == expected
-    assert isinstance(engine.budget, kind)
-    if kind is Settled:  # in the first of these rounds
-        assert len(settled) > 4 and max(settled[1:]) <= WAITS_A_ROUND
+    assert len(waits) > TRIALS + 4
+    if len(prompts) == 1:  # the host says which rows of a batch are finished
+        assert max([*waits[1 : TRIALS + 1], waits[TRIALS + 1] - 1, *waits[TRIALS + 2 :]]) <= WAITS_A_ROUND
 
 
 @pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])

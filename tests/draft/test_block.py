@@ -5,12 +5,11 @@ import itertools
 import pytest
 import torch
 
-from poss_lightning.decoding import engine
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Fixed, Settled
+from poss_lightning.decoding.budget import Planner
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.trees import ancestor_mask
+from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import block
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import Specialists
@@ -85,7 +84,7 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
     append(drafter, tokens, read, [8, 6])
     root = tokens.gather(1, torch.tensor([[7], [5]]))
     made = torch.randn(2, 4, 320, generator=torch.Generator().manual_seed(3))
-    tree = drafter.draft(root, Fixed(drafter.plan), given_noise(made) if with_noise else None)
+    tree = rerank(drafter.draft(root, drafter.plan, given_noise(made) if with_noise else None), nodes)
     logits = drafter.block_logits(root).detach()  # (2, 3, V)
     if with_noise:
         logits = logits + (made[:, :3] if vocabulary is None else made[:, :3, vocabulary])
@@ -107,13 +106,7 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
 def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypatch, sampling):
     """And no tree is deeper than the plan, by which noise, ancestors and verdict are sized."""
-
-    class Shallow(Settled):
-        def __init__(self, *given):
-            super().__init__(*given)
-            self.plan = 2, 7, 0  # positions, nodes, looked-up tokens
-
-    monkeypatch.setattr(engine, "PerRound", Shallow)
+    monkeypatch.setattr(Planner, "choose", lambda *_, **__: Plan(2, 7, 5))
     speculative = speculate(deep, block_draft(deep), 6, 20, 5, tree="auto")
     trees = []
     expected = drawn(Autoregressive(deep), sampling, 0, limit=24)

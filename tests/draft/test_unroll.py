@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import ancestor_mask
@@ -68,7 +67,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(deep, allocation, conf
     append(drafter, tokens, features, counts)
     root = tokens.gather(1, torch.tensor(counts)[:, None] - 1)
     noise = torch.randn(2, depth + 1, 320, generator=torch.Generator().manual_seed(3))
-    tree = drafter.draft(root, Fixed(drafter.plan), given_noise(noise))
+    tree = drafter.draft(root, drafter.plan, given_noise(noise))
     seen = ancestor_mask(tree.parents, depth)
     for row, count in enumerate(counts):
         for node in range(1, tree.tokens.shape[1]):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.budget import Settled
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.suites import read_suites
@@ -29,10 +28,8 @@ WAYS = [pytest.param(*way, marks=() if number in FEW else pytest.mark.nightly) f
 
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch):
-    """On the CPU, too, views of the caches grow as on CUDA, and `tree: auto` settles soon."""
-    monkeypatch.setattr("poss_lightning.decoding.budget.TRIALS", 4)
+    """On the CPU, too, views of the caches grow as on CUDA."""
     monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
-    monkeypatch.setattr("poss_lightning.decoding.engine.PerRound", Settled)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +59,9 @@ def decoder_of(target, kind, tree="fixed", graphs=None):
     if kind == "plain":
         return Autoregressive(target, graphs=graphs)
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
-    return speculate(target, draft, 2, 8, 4, tree=tree, graphs=graphs)
+    engine = speculate(target, draft, 2, 8, 4, tree=tree, graphs=graphs)
+    engine.each_round = False
+    return engine
 
 
 @pytest.mark.parametrize("kind, tree, law", WAYS)
@@ -74,7 +73,7 @@ def test_decoding_is_lossless_with_graphs_and_without(target, limit, kind, tree,
     for graphs in (False, None):
         decoder = decoder_of(target, kind, tree, graphs)
         assert texts(decoder, law, PROMPTS, limit) == batch
-        assert tree == "fixed" or any(budget.plan for budget in decoder.budgets.values())
+        assert tree == "fixed" or decoder.settled
         captures = count_captures(decoder)
         assert [texts(decoder, law, prompts, limit, seed) for prompts, seed in cases[1:]] == others
         assert tree == "auto" or not captures

@@ -114,7 +114,7 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
         "T = 1, top_p 0.5": {"temperature": 1.0, "top_p": 0.5},
         "T = 1": {"temperature": 1.0, "tree": "auto"},
     }
-    costs = {"costs": {"eagle": Costs.interpolate(0.006, {1: 0.06, 8: 0.08})._asdict()}}
+    costs = {"costs": {"eagle": Costs(0.006, {1: 0.06, 8: 0.08})._asdict()}}
     for seed, (name, config) in enumerate(configs.items()):
         records = make_rows(seed=seed)
         if name == "T = 0":  # greedy answers were replayed, which takes no time
@@ -203,7 +203,7 @@ def test_tables_of_lengths_are_what_counting_gives(tmp_path):
 
 
 def test_measured_costs_are_shown(tmp_path):
-    costs = Costs.interpolate(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
+    costs = Costs(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
     write_run(tmp_path, make_rows(), {"costs": {"eagle": costs._asdict()}})
     found = find(tmp_path)
     assert found.costs == {"eagle": costs}

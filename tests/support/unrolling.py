@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.budget import Fixed
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.attention import Packing
@@ -71,15 +70,15 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     start, depth, device = 11, 6, target.device
     tokens, _, features = inputs(target, start + 1, draft=draft)
     plan = Plan(depth, depth + 1, tree_width=1)
-    drafter, budget = TreeDrafter(draft, target.embed_head, plan), Fixed(plan)
+    drafter = TreeDrafter(draft, target.embed_head, plan)
     drafter.start(Slots(1, 64, device))
     for first, last in ((0, 7), (7, start + 1)):  # in two rounds; how slots arrive makes no difference
         if first:
-            drafter.draft(tokens[:, first - 1 : first], budget)
+            drafter.draft(tokens[:, first - 1 : first], plan)
         append(drafter, tokens[:, first:last], features[:, first:last], [last - first])
     stepped, step = [], drafter.step
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
-    chain = drafter.draft(tokens[:, -1:], budget).tokens[:, 1:]  # (1, K)
+    chain = drafter.draft(tokens[:, -1:], plan).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, features.new_zeros(1, depth, features.shape[-1])], dim=1)
     passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     unrolled = torch.stack([output[0, start + k] for k, output in enumerate(passes)])  # (K, D)
