@@ -26,9 +26,7 @@ def test_chances_begin_with_the_draft_s_word_and_end_with_the_counts():
     scores = -torch.tensor([[0.0, 0.3, 1.2, 3.5, 7.0]])
     assert ((calibration.chance(scores) - scores.exp()).abs() < 0.12).all()
     chance = random.Random(0)
-    for _ in range(
-        600
-    ):  # every second of those claimed at 0.30, none of those claimed at 0.03; a finished row says else
+    for _ in range(600):  # of those claimed at 0.30 every second, at 0.03 none; a finished row says something else
         taken = torch.tensor([[chance.random() < 0.5, False], [True, True]])
         calibration.learn(-torch.tensor([[1.2, 3.5]] * 2), taken, torch.tensor([1.0, 0.0]))
     found = calibration.chance(scores)[0]
@@ -80,7 +78,7 @@ def test_the_plan_is_the_best_of_all(seed):
         return tokens / 3 / (depth * 0.4 + machine.round_seconds(0, nodes + count))
 
     plans = itertools.product(range(4), (1, 2, 3, 4, 6, 8), (0, 1, 2, 3, 4))
-    best = max((rate(plan) for plan in plans if plan[1] > plan[0] and (plan[0] or plan[1] == 1)))
+    best = max(rate(plan) for plan in plans if plan[1] > plan[0] and (plan[0] or plan[1] == 1))
     chosen = planner.choose(machine, found)
     assert rate((chosen.depth, chosen.nodes, chosen.lookup)) == pytest.approx(best, rel=1e-5)
     assert planner.choose(machine, found, whole=True).depth == 3
@@ -94,7 +92,7 @@ def play(planner: Planner, machine: Costs, texts: int, claims=CLAIMS, looked_up=
         looked_up: the chance that a looked-up token is right, where something matches.
         matching: the chance that it does.
     """
-    chance, tokens, seconds, drafts, most = random.Random(0), 0, 0.0, 0, planner.plan.lookup
+    chance, tokens, seconds, drafts, trials = random.Random(0), 0, 0.0, 0, 0
     for turn in range(texts * ROUNDS):
         trials = planner.begin(machine) if turn % ROUNDS == 0 else trials - 1
         claim, found = chance.choice(claims), torch.tensor([3 * (chance.random() < matching)])
@@ -110,7 +108,7 @@ def play(planner: Planner, machine: Costs, texts: int, claims=CLAIMS, looked_up=
         tree = join(rerank(candidates, plan.nodes), continued[:, : plan.lookup])
         ancestors = ancestor_mask(tree.parents, DEPTH)
         verdict = judge(tree, ancestors, said[0, (ancestors.sum(-1) - 1).clamp(max=DEPTH)], DEPTH)
-        lookup = (plan.lookup, found, continued[:, :most]) if most else ()
+        lookup = (plan.lookup, found, continued[:, : planner.plan.lookup]) if planner.plan.lookup else ()
         planner.learn(Round(tree, ancestors, verdict, candidates, *lookup), ONE, whole=trials > 0)
         tokens += int(verdict.accepted) + 1
         seconds += float(machine.round_seconds(plan.depth, plan.nodes + plan.lookup))
