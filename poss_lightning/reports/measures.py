@@ -4,14 +4,14 @@ A measure is a function of sums over prompts. Applied to the sums without one pr
 prompt alone it says whether that prompt has what it measures (nan where not).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from poss_lightning.reports.statistics import Floats, Jackknife, leave_one_out, ratio
+from poss_lightning.reports.statistics import Estimate, Floats, Jackknife, interval, leave_one_out, mean_over, ratio
 
 
 class Sums(NamedTuple):
@@ -59,7 +59,7 @@ class Measure(NamedTuple):
         scale: how methods are compared: "tokens" and "share" by difference, shares in per cent and within 0 and 1;
             "ratio" by ratio, with means of logarithms.
         from_sums: its value for each row of sums, (Q,); nan where it is not defined.
-        form: of its values in tables.
+        form: of its values in tables; a share's ends in %.
     """
 
     name: str
@@ -74,6 +74,11 @@ class Measure(NamedTuple):
         return self.scale == "ratio"
 
     @property
+    def gain_form(self) -> str:
+        """The form of a comparison."""
+        return {"tokens": "+z.3f", "ratio": ".3f", "share": "+z.1%"}[self.scale]
+
+    @property
     def compared_title(self) -> str:
         """The title of a comparison: × for a ratio, − for a difference."""
         return f"{self.title.removesuffix(' over {baseline}')} {'×' if self.logs else '−'}"
@@ -83,6 +88,13 @@ class Measure(NamedTuple):
         counts = leave_one_out(len(sums.prompts))  # (1+Q, Q)
         values = self.from_sums(Sums(*(counts @ column for column in sums)))
         return Jackknife(values, np.isfinite(self.from_sums(sums)))
+
+    def estimate(self, trainings: Sequence[Jackknife]) -> Estimate:
+        """Its mean over trainings, with the interval."""
+        found = interval(mean_over(trainings, logs=self.logs), self.logs)
+        if self.scale != "share":
+            return found
+        return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
 
 
 SPEED_UP = Measure(
@@ -96,7 +108,7 @@ TAU_MACRO = Measure("tau_macro", "τ macro", "tokens", lambda sums: ratio(sums.m
 # A round that accepts a tokens counts in columns 0 to a.
 TAU_MICRO = Measure("tau_micro", "τ micro", "tokens", lambda sums: ratio(sums.reach.sum(1), sums.reach[:, 0]))
 IDENTICAL = Measure(
-    "identical", "same tokens as {baseline}, %", "share", lambda sums: ratio(sums.identical, sums.prompts), ".0f"
+    "identical", "same tokens as {baseline}, %", "share", lambda sums: ratio(sums.identical, sums.prompts), ".0%"
 )
 MEASURES = [SPEED_UP, SPEED, TAU_MACRO, TAU_MICRO, IDENTICAL]  # in the order of the table of methods
 
@@ -104,7 +116,7 @@ MEASURES = [SPEED_UP, SPEED, TAU_MACRO, TAU_MICRO, IDENTICAL]  # in the order of
 @cache
 def position(k: int) -> Measure:
     """pos-acc of position k: the share of rounds that accept it, of those that accept k-1."""
-    return Measure(f"pos_acc_{k}", f"{k}", "share", lambda sums: ratio(sums.reach[:, k], sums.reach[:, k - 1]), ".1f")
+    return Measure(f"pos_acc_{k}", f"{k}", "share", lambda sums: ratio(sums.reach[:, k], sums.reach[:, k - 1]), ".1%")
 
 
 def sum_by_prompt(answers: pd.DataFrame, depth: int, plain: pd.DataFrame | None = None) -> Sums:

@@ -28,8 +28,8 @@ Letters: S seeds, Q prompts, K draft positions; a row of counts says which promp
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,10 @@ FEWEST = 3  # prompts with a round that have an interval or a test
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; nan where the records do not define it."""
+    """A value and its 95 % interval; nan where the records do not define it.
+
+    A form that ends in % writes a share in per cent, without the sign.
+    """
 
     value: float
     low: float = math.nan
@@ -50,20 +53,17 @@ class Estimate:
 
     def text(self, form: str = ".2f") -> str:
         """The value, or a dash."""
-        return "–" if math.isnan(self.value) else format(self.value, form)
+        return "–" if math.isnan(self.value) else format(self.value, form).removesuffix("%")
 
     def interval(self, form: str = ".2f") -> str:
         """The interval, or nothing."""
-        return "" if math.isnan(self.low) else f"{self.low:{form}}…{self.high:{form}}"
+        ends = (format(end, form).removesuffix("%") for end in (self.low, self.high))
+        return "" if math.isnan(self.low) else "…".join(ends)
 
     def with_interval(self, form: str = ".2f") -> str:
         """The value and, where there is one, its interval."""
         ends = self.interval(form)
         return f"{self.text(form)} ({ends})" if ends else self.text(form)
-
-    def percent(self) -> Self:
-        """The same share in per cent."""
-        return replace(self, value=100 * self.value, low=100 * self.low, high=100 * self.high)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,6 @@ class Comparison(Estimate):
     def direction(self) -> str:
         """`larger` or `smaller` where p is below 0.05, else nothing."""
         return "" if not self.p < LEVEL else "larger" if self.value > self.no_effect else "smaller"
-
-    def significance(self) -> str:
-        """The p, or nothing where there is no test."""
-        return "" if math.isnan(self.p) else "p < 0.001" if self.p < 0.001 else f"p {self.p:.3f}"
-
-    def percent(self) -> Self:
-        """The same difference of shares in percentage points."""
-        return replace(super().percent(), detectable=100 * self.detectable)
 
 
 class Jackknife(NamedTuple):
@@ -186,9 +178,9 @@ def compare_means(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Co
     tests = sum(not math.isnan(each) for each in p)
     found = {}
     for (name, mean), error, corrected in zip(means.items(), errors, holm(p), strict=True):
-        ends, least = interval(mean, logs), detectable(error, mean.freedom, tests)
+        least = detectable(error, mean.freedom, tests)
         least = math.expm1(least) if logs else least
-        found[name] = Comparison(ends.value, ends.low, ends.high, corrected, least, float(logs))
+        found[name] = Comparison(**vars(interval(mean, logs)), p=corrected, detectable=least, no_effect=float(logs))
     return found
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pandas as pd
 
 from poss_lightning.evaluation.rounds import BASELINES, KEY, read_answers
-from poss_lightning.reports import statistics
 from poss_lightning.reports.measures import MEASURES, Measure, Sums, position, sum_by_prompt
-from poss_lightning.reports.statistics import Comparison, Estimate, Jackknife
+from poss_lightning.reports.statistics import Comparison, Estimate, Jackknife, compare_means, mean_over
 
 ALL = "all"  # the name given to all suites together
 # By method, then by training seed: the answers of the method, and of every method that was decoded beside it, by name.
@@ -72,7 +71,7 @@ def summarise(
     if not all(baseline in beside for by_seed in trainings.values() for beside in by_seed.values()):
         baseline = None
     sums: dict[str, dict[int, Sums]] = {}
-    suites = np.array([])
+    suites = pd.Index([])
     for name, by_seed in trainings.items():
         rounds = (accepted for beside in by_seed.values() for accepted in beside[name]["accepted"])
         depth = max([(depths or {}).get(name, 0), *(accepted.max(initial=0) for accepted in rounds)])
@@ -104,6 +103,7 @@ def by_choice(rounds: pd.DataFrame) -> Trainings:
     if len(apart := rounds.loc[rounds["choice"].isna(), "folder"]):
         raise ValueError(f"{apart.iloc[0]} is not a folder choice=NAME/seed=N, as others are; compare it by itself")
     trainings: dict[str, dict[int, dict[str, pd.DataFrame]]] = {}
+    cells = {}
     for (choice, seed), cell in rounds.groupby(["choice", "seed"], sort=False):
         if len(folders := cell["folder"].unique()) > 1:
             raise ValueError(
@@ -113,8 +113,8 @@ def by_choice(rounds: pd.DataFrame) -> Trainings:
             raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {', '.join(names)}")
         methods = split_methods(cell[cell["method"].isin([choice, *BASELINES])])
         trainings.setdefault(choice, {})[int(seed)] = methods
-    cells = {(choice, seed): own[choice] for choice, by_seed in trainings.items() for seed, own in by_seed.items()}
-    check_same_prompts({f"{choice!r}, seed {seed}": answers for (choice, seed), answers in cells.items()})
+        cells[f"{choice!r}, seed {seed}"] = methods[choice]
+    check_same_prompts(cells)
     return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
 
 
@@ -138,41 +138,36 @@ def split_methods(rounds: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def check_same_prompts(named: Mapping[str, pd.DataFrame]) -> None:
-    """Refuse answers to different prompts.
+    """Raise ValueError, which names an answer, where answers are to different prompts.
 
     Prompts of the first turn must have the same length. Prompts of later turns contain the target's answers, in which
     ties may differ. Replayed rounds come from one answer, so the tokens that two replays share must be the same.
-
-    Raises:
-        ValueError: the message names an answer, and whose it is.
     """
-    first, theirs = next(iter(named.items()), ("", pd.DataFrame()))
-    for name, own in named.items():
+    (first, theirs), *others = named.items()
+    for name, own in others:
         if len(differing := own.index.symmetric_difference(theirs.index)):
             raise ValueError(
                 f"{name} and {first} differ in {len(differing)} answers, such as {min(map(_describe, differing))}. "
                 "Methods are compared on the same prompts"
             )
-        lengths = theirs["prompt_tokens"] != own["prompt_tokens"]
-        for key in own.index[lengths & (own.index.get_level_values("turn") == 0)]:
-            both = f"{theirs.loc[key, 'prompt_tokens']} and {own.loc[key, 'prompt_tokens']}"
-            raise _differ(first, name, f"prompts of {both} tokens", key)
-        replayed = own["seconds"].isna() & theirs["seconds"].isna()
-        for key in own.index[replayed & (own["answer"] != theirs["answer"])]:
-            shared = min(own.loc[key, "new_tokens"], theirs.loc[key, "new_tokens"])
-            one, other = (_tokens(answers, key)[:shared] for answers in (own, theirs))
-            if one != other:
-                raise _differ(first, name, "replays of different answers", key)
+        is_first = own.index.get_level_values("turn") == 0
+        replayed = own["seconds"].isna() & theirs["seconds"].isna() & (own["answer"] != theirs["answer"])
+        differing = {
+            "prompts of different lengths": own.index[is_first & (own["prompt_tokens"] != theirs["prompt_tokens"])],
+            "replays of different answers": [key for key in own.index[replayed] if not _share_tokens(own, theirs, key)],
+        }
+        for what, (key, *_) in ((what, keys) for what, keys in differing.items() if len(keys)):
+            raise ValueError(
+                f"{first} and {name} have {what} at {_describe(key)}; methods are compared on the same texts"
+            )
 
 
-def _tokens(answers: pd.DataFrame, key: tuple) -> list[int]:
-    row = answers.loc[[key]]
-    return [*read_answers(row).loc[(*key[:3], row["answer"].iloc[0]), "tokens"]]
-
-
-def _differ(first: str, name: str, what: str, key: tuple) -> ValueError:
-    where = f"{first} and {name} have {what} at {_describe(key)}"
-    return ValueError(f"{where}; methods are compared on the same texts")
+def _share_tokens(own: pd.DataFrame, theirs: pd.DataFrame, key: tuple) -> bool:
+    """Whether the shorter of two answers is how the longer one begins."""
+    rows = [answers.loc[[key]] for answers in (own, theirs)]
+    shared = min(int(row["new_tokens"].iloc[0]) for row in rows)
+    one, other = (read_answers(row).loc[(*key[:3], row["answer"].iloc[0]), "tokens"] for row in rows)
+    return [*one[:shared]] == [*other[:shared]]
 
 
 def _describe(key: tuple) -> str:
@@ -181,25 +176,23 @@ def _describe(key: tuple) -> str:
 
 
 def _summarise_suite(suite: str, sums: Mapping[str, Mapping[int, Sums]], reference: str | None) -> list[MethodSummary]:
-    rows, measured = [], {name: _measure(by_seed) for name, by_seed in sums.items()}
+    measured = {name: _measure(by_seed) for name, by_seed in sums.items()}
     gains = _compare(measured, reference) if reference else {}
-    for name, by_seed in sums.items():
-        values = {m.name: _estimate(m, [*own.values()]) for m, own in measured[name].items()}
-        first = next(iter(by_seed.values()))
-        row = MethodSummary(
+    return [
+        MethodSummary(
             suite,
             name,
-            prompts=len(first.prompts),
+            prompts=len(next(iter(by_seed.values())).prompts),
             seeds=tuple(by_seed),
             rounds=int(sum(one.reach[:, 0].sum() for one in by_seed.values())),
-            values=values,
+            values={m.name: m.estimate([*own.values()]) for m, own in measured[name].items()},
             gains=gains.get(name, {}),
             trainings={
                 m.name: {seed: float(one.values[0]) for seed, one in own.items()} for m, own in measured[name].items()
             },
         )
-        rows.append(row)
-    return rows
+        for name, by_seed in sums.items()
+    ]
 
 
 def _measure(by_seed: Mapping[int, Sums]) -> dict[Measure, dict[int, Jackknife]]:
@@ -214,13 +207,6 @@ def _measure(by_seed: Mapping[int, Sums]) -> dict[Measure, dict[int, Jackknife]]
     return found
 
 
-def _estimate(measure: Measure, trainings: list[Jackknife]) -> Estimate:
-    found = statistics.interval(statistics.mean_over(trainings, logs=measure.logs), measure.logs)
-    if measure.scale != "share":
-        return found
-    return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
-
-
 def _compare(
     measured: dict[str, dict[Measure, dict[int, Jackknife]]], reference: str
 ) -> dict[str, dict[str, Comparison]]:
@@ -233,7 +219,7 @@ def _compare(
             own = measured[name].get(measure, {})
             if seeds := [seed for seed in own if seed in theirs]:
                 pairs = [own[seed] for seed in seeds], [theirs[seed] for seed in seeds]
-                means[name] = statistics.mean_over(*pairs, logs=measure.logs)
-        for name, gain in statistics.compare_means(means, measure.logs).items():
+                means[name] = mean_over(*pairs, logs=measure.logs)
+        for name, gain in compare_means(means, measure.logs).items():
             gains[name][measure.name] = gain
     return gains

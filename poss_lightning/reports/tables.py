@@ -1,5 +1,6 @@
 """Tables of what was found, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,7 @@ import pandas as pd
 
 from poss_lightning.reports.findings import Findings
 from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO, Measure, position
-from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over, ratio
+from poss_lightning.reports.statistics import Estimate, Jackknife, interval, leave_one_out, mean_over, ratio
 from poss_lightning.reports.summary import ALL, MethodSummary
 
 TREES = ((2, 8), (4, 16), (6, 60))  # draft steps and nodes of the rounds whose cost is shown
@@ -86,23 +87,20 @@ def _named(names: list[str], most: int = 4) -> str:
 
 def gain_text(row: MethodSummary, measure: Measure, brief: bool = False) -> str:
     """A comparison with its interval, and p and minimum detectable effect, or where `brief` a mark if it is shown."""
-    gain = row.gains.get(measure.name)
+    gain, form = row.gains.get(measure.name), measure.gain_form
     if gain is None or gain.identical:
         return "identical" if gain else ""
-    form = ".3f" if measure.logs else "+z.3f"
-    if measure.scale == "share":
-        gain, form = gain.percent(), "+z.1f"
     if brief:
         return gain.with_interval(form) + ("*" if gain.direction else "")
-    least = "" if gain.detectable != gain.detectable else f"±{gain.detectable:{form.replace('+', '')}}"
-    return " ".join(filter(None, [gain.with_interval(form), gain.significance(), least]))
+    p = "" if math.isnan(gain.p) else "p < 0.001" if gain.p < 0.001 else f"p {gain.p:.3f}"
+    least = "" if math.isnan(gain.detectable) else "±" + Estimate(gain.detectable).text(form.replace("+", ""))
+    return " ".join(filter(None, [gain.with_interval(form), p, least]))
 
 
 def _text(row: MethodSummary, measure: Measure) -> str:
-    """A measure with its interval, shares in per cent; nothing where it is not defined."""
-    if (value := row.values.get(measure.name)) is None:
-        return ""
-    return (value.percent() if measure.scale == "share" else value).with_interval(measure.form)
+    """A measure with its interval; nothing where it is not defined."""
+    value = row.values.get(measure.name)
+    return value.with_interval(measure.form) if value else ""
 
 
 def _methods(rows: list[MethodSummary], baseline: str | None) -> pd.DataFrame:
