@@ -30,9 +30,11 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import local_folder
 from poss_lightning.evaluation import benchmark, replay
-from poss_lightning.evaluation.provenance import describe_inputs, origin, write_run
+from poss_lightning.evaluation.provenance import describe_inputs, origin
+from poss_lightning.evaluation.record import write_run
 from poss_lightning.evaluation.rounds import CELL, RUN, UNFINISHED, check_method_names, move_answers
 from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
 from poss_lightning.machine import choose_device
 from poss_lightning.ranges import Seed, describe_refusal
@@ -123,9 +125,10 @@ class Cell:
         if draft:
             Plan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
         if self.measure == "replay":
-            replay.check_store(options["store"], draft)
+            store = FeatureStore(options["store"])
+            if draft:
+                replay.check_store(store, draft)
         else:
-            benchmark.check_options_fit(options)
             _read_suites_once(json.dumps(options["suites"]), options["limit"])
 
     def _measure_options(self, draft: Path) -> dict:

@@ -1,67 +1,35 @@
-"""`poss benchmark`: decode suites with several methods, which take turns, and record every answer.
-
-OUT/                 the folder of a benchmark
-  run.json           settings, drafts, machine and versions; written first
-  unfinished/        only while it is running: one part per question, with its records; see `work.py`
-  rounds.parquet     every answer, and answers.parquet with their tokens; written last
-"""
+"""`poss benchmark`: decode suites with several methods, which take turns, and record every answer."""
 
 import hashlib
 import logging
 import random
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow.parquet as pq
 import torch
-from tqdm import tqdm
 
 from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.decoding.decoder import Decoded, Decoder, new_token_limits
+from poss_lightning.decoding.decoder import Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.evaluation.provenance import (
-    check_settings,
-    describe_method,
-    describe_training,
-    provenance,
-    write_run,
-)
-from poss_lightning.evaluation.rounds import (
-    PLAIN,
-    ROUNDS,
-    RUN,
-    RUN_FILES,
-    UNFINISHED,
-    Row,
-    check_method_names,
-    write_rounds,
-)
+from poss_lightning.evaluation.provenance import describe_method, describe_training
+from poss_lightning.evaluation.record import record
+from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, Row, check_method_names
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import check_folder, read_json
-from poss_lightning.ranges import (
-    Count,
-    Lookups,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    check_numbers,
-)
+from poss_lightning.ranges import Count, Lookups, Seed, Temperature, Tokens, TopK, TopP, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
-from poss_lightning.work import Work
 
-HERE = (PLAIN, "generate", "lookup")  # baselines that decode in this process
 logger = logging.getLogger(__name__)
 
 
@@ -81,7 +49,7 @@ def benchmark(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     chat_template_kwargs: dict[str, Any] | None = None,
-    baselines: list[str] | None = None,
+    baselines: list[Literal["plain", "generate", "lookup"]] | None = None,
     repeats: Count = 1,
     graphs: bool | None = None,
     dtype: str = "auto",
@@ -93,9 +61,8 @@ def benchmark(
 
     Every method is warmed up. Then the methods take turns prompt by prompt, in an order that is drawn for each answer
     from the seed. All methods get the same context: a later turn of a conversation follows the target's own answers to
-    the earlier turns. A
-    conversation ends where the target's context is full. If a run is killed, give the same command again on the same
-    machine and device with the same number of threads: it resumes with the first unfinished question.
+    the earlier turns. A conversation ends where the target's context is full. If a run is killed, give the same command
+    again on the same machine and device with the same number of threads: it resumes with the first unfinished question.
 
     Args:
         out: folder to write.
@@ -116,9 +83,8 @@ def benchmark(
         top_p: sample among the most likely tokens that hold this probability.
         seed: seed of sampling.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
-        baselines: some of `plain` (our own loop), `generate` (transformers') and `lookup` (our loop with 10 looked-up
-            tokens and no draft); the first two by default. `plain` must be one of them, as it gives the target's own
-            answer.
+        baselines: besides `plain` (our own loop), which gives the target's own answer: `generate` (transformers'), the
+            default, and `lookup` (our loop with 10 looked-up tokens and no draft).
         repeats: how often each answer is decoded.
         graphs: run the steps of drafts and of our own loop as CUDA graphs; by default on CUDA.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only in float32 are answers
@@ -128,60 +94,50 @@ def benchmark(
         **plan: sizes of trees; see `Plan`.
     """
     suites = [suites] if isinstance(suites, str) else suites
-    baselines = [PLAIN, "generate"] if baselines is None else baselines
-    config = {name: value for name, value in dict(locals()).items() if name not in ("out", "plan")}
+    config = {name: value for name, value in dict(locals()).items() if name not in ("out", "drafts", "plan")}
     sizes = Plan(lookup=lookup, **plan)
-    config |= asdict(sizes)
     check_folder(out, *RUN_FILES)
     drafts = drafts or {}
     check_method_names(drafts)
     loaded = {name: load_draft(folder) for name, folder in drafts.items()}
-    sampling = check_options_fit(config)
+    sampling = Sampling(temperature, top_k, top_p)
     questions = read_suites(suites, limit)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     earlier = read_json(note) if (note := Path(out, RUN)).is_file() else {}
     model.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
-    config["chat_template_kwargs"] = model.chat.template.variables or None
-    graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
-    config |= {"graphs": graphs, "dtype": model.dtype_name, "device": str(model.device)}
-    for name, draft in loaded.items():
-        if difference := draft.config.target.difference(model.spec):
-            raise ValueError(f"draft {drafts[name]} was trained for a different target: {difference}")
     for question in questions:  # a prompt that is too long is refused before anything is written
         try:
             new_token_limits(model, [question.first_prompt(model.chat)], limit=1)
         except ValueError as error:
             raise ValueError(f"{question}, turn 0: {error}") from error
-    methods = _baselines(model, graphs, baselines)
+    graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
+    lookups = Speculative.from_draft(model, None, Plan(lookup=DEFAULT_LOOKUP), graphs=graphs)
+    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookups}
+    beside = ["generate"] if baselines is None else baselines
+    methods: dict[str, Decoder] = {name: known[name] for name in dict.fromkeys([PLAIN, *beside])}
     trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
         methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
         trainings[method] = describe_training(drafts[name])
+    config |= {
+        **asdict(sizes),
+        "chat_template_kwargs": model.chat.template.variables or None,
+        "graphs": graphs,
+        "dtype": model.dtype_name,
+        "device": str(model.device),
+        "fingerprint": model.spec.fingerprint,
+        "questions": digest(questions),
+    }
     facts = {
         "command": sys.argv,
-        "config": config | {"fingerprint": model.spec.fingerprint, "questions": digest(questions)},
+        "config": config,
+        "drafts": drafts,
         "methods": {name: describe_method(method) for name, method in methods.items()},
         "trainings": trainings,
         "suites": {question.suite: question.source for question in questions},
     }
-    run = Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed)
-    count = run.decode(questions)
-    print(f"{out}: {count} answers of {len(methods)} methods")
-
-
-def _baselines(model: Target, graphs: bool, names: list[str]) -> dict[str, Decoder]:
-    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model)}
-    plan = Plan(lookup=DEFAULT_LOOKUP)
-    return {name: known.get(name) or Speculative.from_draft(model, None, plan, graphs=graphs) for name in names}
-
-
-def check_options_fit(config: dict) -> Sampling:
-    """Check the options that need neither target nor suites; return how answers are sampled."""
-    baselines = config["baselines"]
-    if baselines is not None and (PLAIN not in baselines or set(baselines) - set(HERE)):
-        raise ValueError(f"baselines is {baselines}; it must hold plain, and may hold generate, lookup")
-    return Sampling(config["temperature"], config["top_k"], config["top_p"])
+    Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed).decode(questions)
 
 
 @dataclass(frozen=True)
@@ -197,28 +153,12 @@ class Run:
     sampling: Sampling = GREEDY
     seed: int = 0
 
-    def decode(self, questions: list[Question]) -> int:
-        """Decode every unfinished question, and write the files; return the number of answers."""
-        work = Work(self.folder / UNFINISHED)
-        if (rounds := self.folder / ROUNDS).exists():
-            check_settings(self.folder, self.facts["config"], self.facts["methods"])
-            work.clear()  # the process that wrote them may have been killed before it did
-            return pq.read_metadata(rounds).num_rows
-        with work.exclusive(wait=False):
-            work.claim({**self.facts["config"], "methods": self.facts["methods"]})
-            parts = [f"question-{place:05d}" for place in range(len(questions))]
-            unfinished = [place for place, part in enumerate(parts) if work.receipt(part) is None]
-            done = len(parts) - len(unfinished)
-            if unfinished:
-                self._note_process(resumed=done > 0)
-                self._warm_up(questions[unfinished[0]])
-            for place in tqdm(unfinished, desc="benchmark", unit="question", initial=done, total=len(parts)):
-                work.write_receipt(parts[place], {"answers": self._decode_question(questions[place])})
-            receipts: list[Any] = [work.receipt(part) for part in parts]
-            answers = [answer for receipt in receipts for answer in receipt["answers"]]
-            write_rounds(self.folder, answers)
-            work.clear()
-        return len(answers)
+    def decode(self, questions: list[Question]) -> None:
+        """Decode every unfinished question, and write the files."""
+        named = ((f"question-{place:05d}", question) for place, question in enumerate(questions))
+        parts = {part: partial(self._decode_question, question) for part, question in named}
+        warm_up = partial(self._warm_up, questions[0])
+        record(self.folder, self.facts, parts, self.target.device, begin=warm_up)
 
     def _decode_question(self, question: Question) -> list[Row]:
         """All turns of the question with all methods."""
@@ -247,7 +187,11 @@ class Run:
                         "prompt_tokens": len(prompt),
                         "category": question.category or None,
                         "question": text,
-                        **self._describe_answer(name, decoded),
+                        "new_tokens": len(decoded.tokens),
+                        "accepted": [] if name in BASELINES else decoded.accepted,
+                        "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
+                        "tokens": decoded.tokens,
+                        "pieces": pieces_of(self.target.chat.text, decoded.tokens),
                     }
                 rows += [answers[name] for name in names]
             plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
@@ -259,39 +203,16 @@ class Run:
             messages.append({"role": "assistant", "content": self.target.chat.text(plain)})
         return rows
 
-    def _describe_answer(self, method: str, decoded: Decoded) -> Row:
-        return {
-            "new_tokens": len(decoded.tokens),
-            "accepted": [] if method in HERE else decoded.accepted,
-            "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
-            "tokens": decoded.tokens,
-            "pieces": pieces_of(self.target.chat.text, decoded.tokens),
-        }
-
     def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:
         """The seed of an answer's draws, the same for all methods, and of the order in which they answer."""
         place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
         return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
 
-    def _warm_up(self, question: Question) -> None:
-        """Decode a few tokens with every method; note what `tree: auto` measured, for `poss compare`."""
+    def _warm_up(self, question: Question) -> dict[str, Any]:
+        """Decode a few tokens with every method; return what `tree: auto` measured, for `poss compare`."""
         prompt = question.first_prompt(self.target.chat)
         for method in self.methods.values():
             method.decode([prompt], min(self.max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
         engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
-        if costs := {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}:
-            write_run(self.folder, read_json(self.folder / RUN) | {"costs": costs})
-
-    def _note_process(self, resumed: bool) -> None:
-        """Add this process's machine and versions to run.json; refuse a machine whose seconds do not compare."""
-        facts = provenance(self.target.device)
-        if not resumed:
-            return write_run(self.folder, self.facts | facts)
-        earlier = read_json(self.folder / RUN)
-        for fact in ("machine", "device", "threads"):
-            if earlier.get(fact, facts[fact]) != facts[fact]:
-                raise ValueError(
-                    f"{self.folder} was begun with {fact} {earlier[fact]!r}, here it is {facts[fact]!r}; seconds of "
-                    "the two do not compare: resume there, or choose another folder"
-                )
-        write_run(self.folder, earlier | {"gone_on": [*earlier.get("gone_on", []), facts]})
+        costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
+        return {"costs": costs} if costs else {}

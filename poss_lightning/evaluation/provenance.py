@@ -1,7 +1,6 @@
 """When, where and with what a run was made, and of which draft: facts for the run.json beside its rounds."""
 
 import hashlib
-import json
 import os
 import platform
 import shutil
@@ -20,13 +19,11 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS, local_folder, shipped
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.evaluation.rounds import ROUNDS, RUN
 from poss_lightning.evaluation.suites import local_files
 from poss_lightning.features.manifest import MANIFEST
-from poss_lightning.files import atomic, public_name, read_json, sha256, without_secrets
+from poss_lightning.files import public_name, sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.versions import versions
-from poss_lightning.work import differences
 
 # Fields of a `DraftConfig` that run.json has where they are not the default.
 OPTIONAL = ("intermediate_size", "window", *SWITCHES, "block_layers", "inner_layers")
@@ -108,25 +105,6 @@ def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[
     if (precision := trainer["precision"]) == "auto":  # which depends on the machine
         precision = choose_precision(str(trainer["accelerator"]))
     return digests | {"trainer.precision": precision}
-
-
-def write_run(folder: Path, facts: dict) -> None:
-    """Write run.json, without secrets."""
-    with atomic(folder / RUN) as path:
-        path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
-
-
-def check_settings(folder: Path, config: dict, methods: dict) -> None:
-    """Raise ValueError where the folder's run.json has other methods, or a different value of one of these settings."""
-    if not any((folder / name).exists() for name in (RUN, ROUNDS)):
-        return
-    run = read_json(folder / RUN)  # without it nobody knows how rounds were made
-    asked = json.loads(without_secrets(json.dumps(config)))  # as run.json has it
-    earlier = {name: run.get("config", {}).get(name) for name in asked}
-    if changed := differences({**earlier, "methods": run.get("methods")}, {**asked, "methods": methods}):
-        raise ValueError(
-            f"{folder} holds rounds of other settings ({'; '.join(changed)}): choose another folder or remove it"
-        )
 
 
 def _processor() -> str:

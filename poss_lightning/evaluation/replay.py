@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,9 @@ from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.provenance import (
-    check_settings,
-    describe_drafter,
-    describe_training,
-    provenance,
-    write_run,
-)
-from poss_lightning.evaluation.rounds import RUN_FILES, UNFINISHED, Row, check_method_names, write_rounds
+from poss_lightning.evaluation.provenance import describe_drafter, describe_training
+from poss_lightning.evaluation.record import record
+from poss_lightning.evaluation.rounds import RUN_FILES, Row, check_method_names
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore, Sample
@@ -46,7 +42,6 @@ from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target.cache import Slots
 from poss_lightning.target.spec import EmbedHead
-from poss_lightning.work import Work
 
 logger = logging.getLogger(__name__)
 ROWS, GPU_ROWS = 16, 64  # answers that are replayed side by side
@@ -78,78 +73,61 @@ def replay(
         device: auto (cuda, else mps, else cpu), or one of these.
         **plan: what each round proposes; see `Plan`.
     """
-    config = {name: value for name, value in dict(locals()).items() if name != "plan"}
-    sizes = Plan(**plan)
-    config |= asdict(sizes)
-    check_folder(out, *RUN_FILES)
-    config["device"] = device = choose_device(device)
-    config["dtype"] = dtype = choose_dtype(dtype, device)
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
+    check_folder(out, *RUN_FILES)
     check_method_names(drafts)
-    folder, features = Path(out), FeatureStore(store)
-    config |= {"target": features.target.name, "fingerprint": features.target.fingerprint}
-    embed_head = features.embed_head().to(device, getattr(torch, dtype))
-    loaded = {name: _load(source, features, dtype, device) for name, source in drafts.items()}
-    drafters = {name: make_drafter(draft, embed_head, sizes) for name, draft in loaded.items()}
-    methods = {name: describe_drafter(each) for name, each in drafters.items()}
-    settings = {name: config[name] for name in ("store", "dtype", "fingerprint")}
-    check_settings(folder, settings, methods)
-    work = Work(folder / UNFINISHED)
-    with work.exclusive(wait=False):
-        work.claim(settings | {"manifests": [sha256(own / MANIFEST) for own in features.folders], "methods": methods})
-        found = {}
-        for name, drafter in drafters.items():
-            part = hashlib.sha256(name.encode()).hexdigest()[:16]  # as a name may hold a slash
-            if (receipt := work.receipt(part)) is None:
-                receipt = _measure(name, drafter, features, embed_head)
-                work.write_receipt(part, receipt)
-            found[name] = receipt
-        for warning in dict.fromkeys(warning for receipt in found.values() for warning in receipt["warnings"]):
-            logger.warning("%s: %s", store, warning)
-        answers = [answer for receipt in found.values() for answer in receipt["answers"]]
-        config |= next(iter(found.values()))["sampling"]
-        facts = {"command": sys.argv, "config": config, "methods": methods, **provenance(torch.device(device))}
-        write_run(folder, facts | {"trainings": {name: describe_training(source) for name, source in drafts.items()}})
-        write_rounds(folder, answers)
-        work.clear()
-    print(f"{out}: {len(answers)} answers of {len(methods)} methods")
-
-
-def _measure(name: str, drafter: TreeDrafter, store: FeatureStore, embed_head: EmbedHead) -> dict[str, Any]:
-    """The rounds of a draft, how answers were drawn, and what to be warned of."""
-    draft = drafter.specialists
-    stored = _read_answers(store, draft, embed_head)
-    answers = [answer for *_, answer in stored]
-    rounds = _replay_all(drafter, answers, f"replay {name}")
-    warnings = describe_mismatch(answers), warn_of_training(f"draft {name}", draft.trained_on, store, range(len(store)))
-    return {
-        "answers": [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)],
-        "sampling": sampling_settings(answers),
-        "warnings": [warning for warning in warnings if warning],
-    }
-
-
-def _load(source: str, features: FeatureStore, dtype: str, device: str) -> Specialists:
-    draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
-    if difference := draft.config.target.difference(features.target):
-        raise ValueError(f"draft {source} was trained for a different target than the store's: {difference}")
-    return draft
-
-
-def check_store(store: str, draft: DraftConfig | None) -> None:
-    """Raise ValueError for a store that lacks what such a draft reads, or a path that is not a store."""
+    sizes, device = Plan(**plan), choose_device(device)
+    dtype = choose_dtype(dtype, device)
     features = FeatureStore(store)
-    if draft and (difference := draft.target.difference(features.target)):
-        raise ValueError(f"{store} is of another target than the draft: {difference}")
-    if draft:
-        features.select(draft.aux_layers)
+    embed_head = features.embed_head().to(device, getattr(torch, dtype))
+    drafters, stored, warnings = {}, {}, {}
+    for name, source in drafts.items():
+        draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
+        chosen = check_store(features, draft.config)
+        if chosen.layers not in stored:
+            stored[chosen.layers] = _read_answers(chosen, embed_head)
+        drafters[name] = make_drafter(draft, embed_head, sizes)
+        warnings[name] = warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features)))
+    answers = [answer for *_, answer in next(iter(stored.values()))]
+    for warning in filter(None, [describe_mismatch(answers), *warnings.values()]):
+        logger.warning("%s: %s", store, warning)
+    config = {"store": store, **asdict(sizes), "dtype": dtype, "device": device, "target": features.target.name}
+    config |= {"fingerprint": features.target.fingerprint, **sampling_settings(answers)}
+    facts = {
+        "command": sys.argv,
+        "config": config | {"manifests": [sha256(folder / MANIFEST) for folder in features.folders]},
+        "drafts": drafts,
+        "methods": {name: describe_drafter(each) for name, each in drafters.items()},
+        "trainings": {name: describe_training(source) for name, source in drafts.items()},
+    }
+    parts = {
+        hashlib.sha256(name.encode()).hexdigest()[:16]: partial(  # as a name may hold a slash
+            _measure, name, drafter, stored[drafter.specialists.config.aux_layers]
+        )
+        for name, drafter in drafters.items()
+    }
+    record(Path(out), facts, parts, torch.device(device), timed=False)
 
 
-def _read_answers(store: FeatureStore, draft: Specialists, embed_head: EmbedHead) -> list[tuple[str, int, Answer]]:
-    """Conversation, turn and answer, with the layers that the draft reads."""
-    chosen = store.select(draft.config.aux_layers)
-    samples = (chosen[i] for i in range(len(chosen)))
+StoredAnswer = tuple[str, int, Answer]  # conversation, turn and answer
+
+
+def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[Row]:
+    """The rounds of a draft."""
+    rounds = _replay_all(drafter, [answer for *_, answer in stored], f"replay {name}")
+    return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
+
+
+def check_store(store: FeatureStore, draft: DraftConfig) -> FeatureStore:
+    """Return the store with the layers that a draft reads; ValueError where it lacks them, or has another target."""
+    if difference := draft.target.difference(store.target):
+        raise ValueError(f"{store.folders[0]} is of another target than the draft: {difference}")
+    return store.select(draft.aux_layers)
+
+
+def _read_answers(store: FeatureStore, embed_head: EmbedHead) -> list[StoredAnswer]:
+    samples = (store[i] for i in range(len(store)))
     return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 
 
@@ -183,7 +161,7 @@ def _replay_all(drafter: TreeDrafter, answers: list[Answer], title: str | None =
     lengths = [len(answer.tokens) - answer.start for answer in answers]
     for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
         alike.setdefault(answers[i].sampling, []).append(i)
-    with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None) as bar:
+    with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None, leave=False) as bar:
         for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
             rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places]), strict=True))
             bar.update(len(places))

@@ -74,7 +74,7 @@ def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_pat
     replay(store, str(tmp_path / "whole"), nodes=4, **given)
     with dies_after(module, "_measure", 1):
         replay(store, str(tmp_path / "out"), nodes=4, **given)
-    with pytest.raises(ValueError, match=r"was begun with other settings \(methods.one.nodes 4, now 5"):
+    with pytest.raises(ValueError, match=r"was begun with other settings \(nodes 4, now 5"):
         replay(store, str(tmp_path / "out"), nodes=5, **given)
     measure, measured = module._measure, []
     monkeypatch.setattr(module, "_measure", lambda name, *rest: measured.append(name) or measure(name, *rest))

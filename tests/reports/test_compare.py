@@ -45,7 +45,7 @@ def test_all_prints_every_table(sweep, capsys):
     assert "3 trainings of each" in out and {"Methods", "Against eagle", "By suite"} < tables.keys()
     assert all(f"\n{title}\n{show(table)}\n" in out for title, table in tables.items())
     gain = found.overall[-1].gains["tau_macro"]
-    assert f"{gain.with_interval('+z.3f')} {gain.significance()} ±{gain.detectable:.3f}" in out
+    assert f"{gain.with_interval('+z.3f')} p {gain.p:.3f} ±{gain.detectable:.3f}" in out
 
 
 def test_names_cannot_steer_the_terminal(tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
     assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
     assert "base.yaml" not in said and "max_new_tokens" not in said
     write_run(tmp_path / "choice=eagle" / "seed=2", [row | {"prompt_tokens": 999} for row in rows], {})
-    with pytest.raises(ValueError, match=r"have prompts of .* tokens at .* had 2 different store"):
+    with pytest.raises(ValueError, match=r"have prompts of different lengths at .* had 2 different store"):
         find(tmp_path)
 
 

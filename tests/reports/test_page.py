@@ -11,7 +11,7 @@ from markupsafe import escape
 from scipy import stats
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.provenance import write_run as write_json
+from poss_lightning.evaluation.record import write_run as write_json
 from poss_lightning.reports.compare import compare
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import split_rounds

@@ -53,7 +53,7 @@ def test_only_shared_seeds_are_paired():
     [
         (RECORDS[:-1], None, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
         ([*RECORDS, RECORDS[2]], None, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
-        ([RECORDS[0] | {"prompt_tokens": 9}, *RECORDS[1:]], None, "prompts of 9 and 10 tokens at chat/0 turn 0"),
+        ([RECORDS[0] | {"prompt_tokens": 9}, *RECORDS[1:]], None, "prompts of different lengths at chat/0 turn 0"),
         (RECORDS, "hass", "reference is 'hass'; these records have the methods plain, gen"),
     ],
 )

@@ -1,0 +1,97 @@
+"""What `poss benchmark` and `poss replay` share: a measurement in parts, which resumes after a kill.
+
+OUT/                 the folder of a measurement
+  run.json           settings, methods, machine and versions; written first
+  unfinished/        only while it is running: the answers of each finished part; see `work.py`
+  rounds.parquet     every answer, and answers.parquet with their tokens; written last
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from tqdm import tqdm
+
+from poss_lightning.evaluation.provenance import provenance
+from poss_lightning.evaluation.rounds import ROUNDS, RUN, UNFINISHED, Row, write_rounds
+from poss_lightning.files import atomic, read_json, without_secrets
+from poss_lightning.work import Work, differences
+
+
+def record(
+    folder: Path,
+    facts: dict[str, Any],
+    parts: Mapping[str, Callable[[], list[Row]]],
+    device: torch.device,
+    *,
+    begin: Callable[[], dict[str, Any]] = dict,
+    timed: bool = True,
+) -> None:
+    """Measure every part that is not measured yet, and write the folder; one that is finished stays as it is.
+
+    Args:
+        folder: of the measurement.
+        facts: of run.json: `config` and `methods`, with which alone it resumes, and any others.
+        parts: what gives the answers of each part.
+        device: where they are measured.
+        begin: called before the first part; returns more facts of run.json.
+        timed: seconds are measured, so it resumes on the same machine alone.
+
+    Raises:
+        ValueError: it was made or begun with other settings, or on another machine, or another process writes there.
+    """
+    settings = {**facts["config"], "methods": facts["methods"]}
+    work = Work(folder / UNFINISHED)
+    if (folder / ROUNDS).exists():
+        check_settings(folder, settings)
+        work.clear()  # the process that wrote them may have been killed before it did
+    else:
+        with work.exclusive(wait=False):
+            work.claim(settings)
+            unfinished = [part for part in parts if work.receipt(part) is None]
+            if unfinished:
+                known = _note_process(folder, facts, provenance(device), len(unfinished) < len(parts), timed)
+                write_run(folder, known | begin())
+            done = len(parts) - len(unfinished)
+            for part in tqdm(unfinished, desc="measure", unit="part", initial=done, total=len(parts)):
+                work.write_receipt(part, parts[part]())
+            write_rounds(folder, [answer for part in parts for answer in work.receipt(part) or ()])
+            work.clear()
+    count = pq.read_metadata(folder / ROUNDS).num_rows
+    print(f"{folder}: {count} answers of {len(facts['methods'])} methods")
+
+
+def write_run(folder: Path, facts: dict[str, Any]) -> None:
+    """Write run.json, without secrets."""
+    with atomic(folder / RUN) as path:
+        path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
+
+
+def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError where the run.json of a finished folder has another value of one of these settings."""
+    run = read_json(folder / RUN)  # without it nobody knows how rounds were made
+    earlier = {**run.get("config", {}), "methods": run.get("methods")}
+    asked = json.loads(without_secrets(json.dumps(settings)))  # as run.json has it
+    if changed := differences({name: earlier.get(name) for name in asked}, asked):
+        raise ValueError(
+            f"{folder} holds rounds of other settings ({'; '.join(changed)}): choose another folder or remove it"
+        )
+
+
+def _note_process(
+    folder: Path, facts: dict[str, Any], process: dict[str, Any], resumed: bool, timed: bool
+) -> dict[str, Any]:
+    """The facts of run.json with this process's; ValueError for a machine whose seconds do not compare."""
+    if not resumed:
+        return facts | process
+    earlier = read_json(folder / RUN)
+    for fact in ("machine", "device", "threads") if timed else ():
+        if earlier.get(fact, process[fact]) != process[fact]:
+            raise ValueError(
+                f"{folder} was begun with {fact} {earlier[fact]!r}, here it is {process[fact]!r}; seconds of the two "
+                "do not compare: resume there, or choose another folder"
+            )
+    return earlier | {"resumed": [*earlier.get("resumed", []), process]}
