@@ -13,6 +13,7 @@ NAME/
 import json
 import time
 import traceback
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
@@ -27,7 +28,6 @@ from tqdm import tqdm
 
 from poss_lightning.configs import check_options, read_config
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import local_folder
 from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.provenance import describe_inputs, origin
@@ -99,8 +99,7 @@ class Cell:
 
     def train(self) -> None:
         """Train and measure, or resume; ValueError if it was begun with other inputs."""
-        start = self.training["model"]["start_from"]
-        inputs = describe_inputs(self.training, start and self._start(start), self.options)
+        inputs = describe_inputs(self.training, self._start(), self.options)
         inputs, recorded = {BASE: sha256(conf(BASE))} | inputs, self.recorded()
         if other := [name for name, digest in inputs.items() if recorded["inputs"].get(name, digest) != digest]:
             raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
@@ -117,9 +116,13 @@ class Cell:
         scalars = read_scalars(self.folder).get(str(self.folder), {})  # a short training logs none
         write_run(self.folder, read_json(self.folder / RUN) | {"cell": facts, "scalars": last_values(scalars)})
 
-    def check(self, coming: set[Path]) -> None:
+    def check(self, coming: Collection[Path]) -> None:
         """Raise what training or measuring would; it may start from trainings in the folders `coming`."""
-        draft = None if (self.folder / FINISHED).exists() else self._build(coming)
+        draft = None
+        if not (self.folder / FINISHED).exists():
+            start = self._start(coming)
+            is_coming = start is not None and start.parent.resolve() in coming
+            draft = build(*self.layers, *[{"model": {"start_from": None}}] * is_coming)
         options = self._measure_options(self.folder / "draft-last")
         choose_device(options["device"])
         if draft:
@@ -136,20 +139,13 @@ class Cell:
         options = {**self.options, "out": str(self.folder), "drafts": {self.choice: str(draft)}}
         return check_options(MEASURES[self.measure], options)
 
-    def _build(self, coming: set[Path]) -> DraftConfig | None:
-        """The draft that it would train; of a start that is not trained yet, without it."""
-        start = self.training["model"]["start_from"]
-        if start and local_folder(start).parent.resolve() in coming:
-            return build(*self.layers, {"model": {"start_from": None}})
-        if start:
-            self._start(start)
-        return build(*self.layers)
-
-    def _start(self, draft: str) -> Path:
+    def _start(self, coming: Collection[Path] = ()) -> Path | None:
         """The folder of the draft it starts from; ValueError for an unfinished one, as it may still change."""
+        if not (draft := self.training["model"]["start_from"]):
+            return None
         folder = local_folder(draft)
         training = folder.parent
-        if (training / OPTIONS).is_file() and not (training / FINISHED).exists():
+        if training.resolve() not in coming and (training / OPTIONS).is_file() and not (training / FINISHED).exists():
             raise ValueError(f"{self.folder} starts from {draft}, but {training} is not finished: finish it first")
         return folder
 
@@ -258,8 +254,12 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
         began = time.monotonic()
         try:
-            if _train(cell):
-                seconds.append(time.monotonic() - began)
+            with Work(cell.folder / "training").part("cell") as acquired:
+                if not acquired:
+                    print("another process is training it")
+                elif not cell.is_done:  # by another process, a moment ago
+                    cell.train()
+                    seconds.append(time.monotonic() - began)
         except Exception as error:  # of any kind: it does not keep the other trainings from running
             if not is_user_error(error):
                 traceback.print_exc()
@@ -272,17 +272,6 @@ def sweep(folder: str, shard: str = "1/1") -> None:
         print_findings(find([cell.folder for cell in done], reference=reference), all=True)
     if failed:
         raise ValueError(f"{len(failed)} of {len(share)} trainings failed: {'; '.join(failed)}")
-
-
-def _train(cell: Cell) -> bool:
-    """Train and measure a cell, or return False if another process does so or has just done it."""
-    with Work(cell.folder / "training").part("cell") as acquired:
-        if not acquired:
-            print("another process is training it")
-        if not acquired or cell.is_done:
-            return False
-        cell.train()
-    return True
 
 
 def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
-GREEN, BOLD, DIM, RESET = "\x1b[32m", "\x1b[1m", "\x1b[2m", "\x1b[0m"
 LINES = 24  # so that a round fits a terminal
 
 Token = TypeVar("Token", int, str)  # its id, or its text
@@ -30,23 +29,22 @@ class Guesses(NamedTuple, Generic[Token]):
     bonus: Token | None  # the target's own token after the path; None where the text ended there
 
 
-def draw(guesses: Guesses[Token], text: Callable[[Token], str], colour: bool = False, lines: int = LINES) -> str:
-    """The tree, more likely children first, with the probability of each path.
+def draw(guesses: Guesses[Token], text: Callable[[Token], str], lines: int = LINES) -> str:
+    """The tree, more likely children first, with the probability of each path; ✓ marks accepted tokens and + the bonus.
 
-    In colour, accepted tokens are green, the bonus is bold, the rest is dim; without, ✓ marks accepted tokens and + the
-    bonus. The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.
+    The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.
     """
     tokens, parents, scores, path, bonus = guesses
     shown = most_likely_nodes(guesses, lines - (bonus is not None))
     below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # labels below each node, and their nodes
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
-        words = f"{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
-        label = _mark("✓ ", GREEN, words, colour) if node in path else _mark("", DIM, words, colour)
+        sign = "✓ " if node in path else ""
+        label = f"{sign}{_plain(text(tokens[node]))} {100 * math.exp(scores[node]):.1f} %"
         below[parents[node]].append((label, node))
     if bonus is not None:
-        below[path[-1]].append((_mark("+ ", BOLD, _plain(text(bonus)), colour), None))
+        below[path[-1]].append((f"+ {_plain(text(bonus))}", None))
     if more := len(tokens) - len(shown):
-        below[0].append((_mark("", DIM, f"… {more} more", colour), None))
+        below[0].append((f"… {more} more", None))
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
@@ -73,7 +71,3 @@ def _branches(below: dict[int, list[tuple[str, int | None]]], node: int) -> list
 
 def _plain(text: str) -> str:
     return repr(text)[1:-1]
-
-
-def _mark(sign: str, code: str, words: str, colour: bool) -> str:
-    return f"{code}{words}{RESET}" if colour else sign + words

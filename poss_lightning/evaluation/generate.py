@@ -1,7 +1,6 @@
 """`poss generate`: print an answer while it is decoded, and then its speed."""
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -19,15 +18,7 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.drawing import Guesses, draw
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.ranges import (
-    Lookups,
-    Seed,
-    Temperature,
-    Tokens,
-    TopK,
-    TopP,
-    check_numbers,
-)
+from poss_lightning.ranges import Lookups, Seed, Temperature, Tokens, TopK, TopP, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import until_stop
 from poss_lightning.target.model import Target
@@ -83,8 +74,7 @@ def generate(
             already, or in a chat.
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
-        show: "tree" draws every round: its tree, the accepted path and the bonus token, in colour unless NO_COLOR is
-            set.
+        show: "tree" draws every round: its tree, the accepted path and the bonus token.
         json: print one JSON object, and nothing else.
         **plan: sizes of trees; see `Plan`.
     """
@@ -187,7 +177,6 @@ def _print_answer(question: Prompt, decoder: Decoder, show: str | None) -> Decod
     """Print the answer while its tokens are accepted; or draw each round, and then print the answer."""
     chat, number = decoder.target.chat, count(1)
     pieces = Pieces(chat.text)
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
     def print_tokens(step: Progress) -> None:
         print(printable(pieces.add(step.tokens[0])), end="", flush=True)
@@ -197,7 +186,7 @@ def _print_answer(question: Prompt, decoder: Decoder, show: str | None) -> Decod
             guesses = guesses_of(step, chat.stops)
             drafted, accepted = len(guesses.tokens) - 1, len(guesses.path) - 1
             print(f"round {next(number)}: {drafted} drafted, {accepted} accepted")
-            print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token])), colour), end="\n\n")
+            print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token]))), end="\n\n")
 
     answer = question.answer(decoder, draw_round if show else print_tokens)
     print(printable(chat.text(answer.tokens) if show else pieces.rest()))

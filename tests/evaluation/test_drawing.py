@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from poss_lightning.evaluation.drawing import BOLD, DIM, GREEN, RESET, Guesses, draw
+from poss_lightning.evaluation.drawing import Guesses, draw
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "\n", " down"]
 #         the(cat(sat(\n) ran) dog), of which the target accepts cat and sat, and adds down
@@ -34,13 +34,6 @@ the
 @pytest.mark.parametrize(("lines", "expected"), [(7, WHOLE), (6, CUT)])  # just enough, and one too few
 def test_a_round_is_drawn(lines, expected):
     assert "\n" + draw(GUESSES, WORDS.__getitem__, lines=lines) + "\n" == expected
-
-
-def test_colours_stand_for_the_signs():
-    drawn = draw(GUESSES, WORDS.__getitem__, colour=True, lines=6).splitlines()
-    assert drawn[1] == f"├─ {GREEN}cat 62.0 %{RESET}"
-    assert drawn[3] == f"│     └─ {BOLD} down{RESET}"
-    assert drawn[4:] == [f"├─ {DIM}dog 21.0 %{RESET}", f"└─ {DIM}… 2 more{RESET}"]
 
 
 def test_what_is_shown_is_a_tree_within_its_lines():
