@@ -14,7 +14,7 @@ from typing import Any
 import lightning
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed import HashStore, PrefixStore, distributed_c10d
+from torch.distributed import HashStore, PrefixStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 
 ANSWER, ARRIVE = 30, 60  # seconds until all processes have said where they are, and until they have come to the place
 FORWARDED = 1  # seconds in which a signal may arrive twice: from the system, and from a launcher that sends it on
@@ -39,7 +39,7 @@ class Stop:
 
     def __init__(self, trainer: lightning.Trainer):
         self.launcher, self.rank, self.world = trainer.strategy.launcher, trainer.global_rank, trainer.world_size
-        group = HashStore() if self.world == 1 else distributed_c10d._get_default_store()
+        group: Any = HashStore() if self.world == 1 else distributed_c10d._get_default_store()
         self.store = PrefixStore(f"stop/{next(FITS)}", group.clone())  # a clone, as a thread uses it
         self.place, self.last = 0, inf
         self.number: int = signal.SIGTERM
