@@ -10,7 +10,7 @@ import time
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
@@ -102,6 +102,23 @@ class ValidateFirst(lightning.Callback):
             trainer.validating = True
             trainer.fit_loop.epoch_loop.val_loop.run()
             trainer.training = True
+
+
+class StepBar(TQDMProgressBar):
+    """Lightning's bar over the steps of the whole training, in place of an epoch's batches."""
+
+    def on_train_start(self, trainer: lightning.Trainer, *_) -> None:
+        super().on_train_start()
+        bar = self.train_progress_bar
+        bar.reset(total=int(trainer.estimated_stepping_batches))
+        bar.n = bar.initial = trainer.global_step
+        bar.set_description("Steps")
+
+    def on_train_epoch_start(self, *_) -> None:
+        """Do not begin anew."""
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module, outputs, batch: Batch, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
 
 
 class StepLines(lightning.Callback):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import yaml
 from lightning import Trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf.errors import OmegaConfBaseException
@@ -28,7 +29,7 @@ from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed
 from poss_lightning.terminal import is_verbose
-from poss_lightning.training.callbacks import StepLines
+from poss_lightning.training.callbacks import StepBar, StepLines
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.help import PRECISION, SHORT_HELP, choose_help
 from poss_lightning.training.module import SpecialistTraining
@@ -178,6 +179,9 @@ class Training(LightningCLI):
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
         trainer = super().instantiate_trainer(**more)
+        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if type(bar := trainer.progress_bar_callback) in (RichProgressBar, TQDMProgressBar):
+            callbacks[callbacks.index(bar)] = StepBar()
         devices, nodes, world = trainer.num_devices, trainer.num_nodes, trainer.world_size
         if self.until == "done" and world != devices * nodes:
             raise ValueError(

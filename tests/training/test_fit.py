@@ -151,6 +151,16 @@ def test_a_log_file_gets_a_line_per_validation_and_no_bar(store, caplog, capsys,
         assert line == words + " → draft-best" * improves
 
 
+def test_a_terminals_bar_counts_the_steps_of_the_training(store, capsys, monkeypatch, tmp_path):
+    """Lightning's own would say "Epoch 2/-2"."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    steps = {"max_epochs": -1, "max_steps": 5, "limit_train_batches": 2, "accumulate_grad_batches": 2}
+    fit(CPU, cut(store, enable_progress_bar=None, logger=False, **steps))
+    drawn = capsys.readouterr().out
+    assert "Steps: " in drawn and "| 5/5 [" in drawn and "Epoch" not in drawn
+
+
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
     """A kill before the first last.ckpt leaves a draft, perhaps Lightning's checkpoint, and nothing to resume from."""
     config, folder = tmp_path / "rate.yaml", tmp_path / "cell"
