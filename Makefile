@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml
 	    echo "note: DeepSpeed could not be installed; conf/trainer/zero*.yaml will not run, everything else will" >&2
 	@touch $@
 
-demo: setup  ## fine-tune the shipped layer as HASS and PosS-2, benchmark all drafts, write runs/demo/report.html
+demo: setup  ## train HASS and PosS-2 from random weights, benchmark all drafts, write runs/demo/report.html
 	$(BIN)/poss demo
 
 test: setup  ## test every law with a small case, on all cores: 5 to 11 minutes on two

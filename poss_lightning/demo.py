@@ -1,6 +1,7 @@
 """`poss demo`: the main job from end to end, by the functions behind the commands.
 
-shipped corpus --extract--> features --fit, from a single layer--> hass, poss2 --benchmark--> records --> table, report
+shipped corpus --extract--> features --fit, from random weights--> hass, poss2 --replay--> held-out τ
+                                              hass, poss2, a shipped draft --benchmark--> records --> table, report
 """
 
 import json
@@ -13,17 +14,22 @@ from typing import NamedTuple
 
 import torch
 
-from poss_lightning.draft.folder import shipped
+from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.benchmark import benchmark
+from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import PLAIN, read_rounds
 from poss_lightning.extract import extract
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, check_numbers
 from poss_lightning.reports.compare import WIDTH, show
-from poss_lightning.reports.findings import Findings, find
+from poss_lightning.reports.findings import find
+from poss_lightning.reports.measures import TAU_MICRO
 from poss_lightning.reports.page import write_page
+from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.reports.summary import split_methods
 from poss_lightning.reports.tables import overview, verdict
 from poss_lightning.target.model import Target, causal_ancestors
@@ -31,12 +37,18 @@ from poss_lightning.training.fit import fit_once
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
 CONVERSATION_TOKENS = 280  # of a conversation of the shipped corpus
-STEP_TOKENS = 3100  # tokens read by the embedded target in the time of a training step (`flops.step_flops`)
-METHODS, SUITES = 6, 8  # four drafts and two baselines; six suites, and one more in float32, at half the rate
-VOCABULARY = 32768  # most tokens that the trained drafts may propose: the most common in the corpus
+HELD_OUT, HELD_OUT_TOKENS = 24, 128  # conversations, the corpus's last, and where they are cut; for validation
+VALIDATIONS = 4  # of a training, besides the first; all five take as long as `VALIDATION_STEPS` steps
+VALIDATION_STEPS = 60
+STEP_TOKENS = 500  # tokens read by the embedded target in the time of a training step
+TIMING_TOKENS = 160  # tokens written by it in the time in which `auto` times the trees of a method
+SUITES, METHODS = 6, 8  # plain decoding, prompt lookup, and three drafts, each with and without lookup
+VOCABULARY = 4096  # most tokens that the trained drafts may propose: the most common in the corpus
+TREE = {"nodes": 20, "tree_width": 4}  # on which held-out τ is measured, as in conf/demo.yaml
+TRAINED = {"HASS": "hass", "PosS-2": "poss2"}  # folders of the trainings
 MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}  # on a GPU, on a CPU that multiplies bfloat16 fast, on another
-SPARE = 0.75  # share of these minutes that is planned with
-OVERHEAD = 60  # seconds to load the target a few times, validate, measure trees and write the page
+SPARE = 0.85  # share of these minutes that is planned with
+OVERHEAD = 60  # seconds to load the target a few times, measure trees and write the page
 NOTE = "demo.json"
 SHOWN = {PLAIN: "plain decoding", "lookup": "prompt lookup (no training)"}
 CURVES = "localhost:6006/#custom_scalars"
@@ -45,16 +57,16 @@ CURVES = "localhost:6006/#custom_scalars"
 class Sizes(NamedTuple):
     """How much the demo does."""
 
-    conversations: int  # of the shipped corpus, whose features are kept
-    steps: int  # of the training of each draft
+    conversations: int  # of the shipped corpus, to train on
+    steps: int  # of the training of each draft, a multiple of `VALIDATIONS`
     limit: int  # questions of each suite
     max_new_tokens: int  # of an answer, at most
 
     def seconds(self, read: float, write: float) -> float:
         """How long the demo takes, roughly, with a target that reads and writes so many tokens a second."""
-        extracting = 1.3 * self.conversations * CONVERSATION_TOKENS / read
-        training = 2 * self.steps * STEP_TOKENS / read
-        answering = METHODS * SUITES * self.limit * self.max_new_tokens / write
+        extracting = 1.3 * (self.conversations * CONVERSATION_TOKENS + HELD_OUT * HELD_OUT_TOKENS) / read
+        training = 2 * (self.steps + VALIDATION_STEPS) * STEP_TOKENS / read
+        answering = METHODS * (SUITES * self.limit * self.max_new_tokens + TIMING_TOKENS) / write
         return extracting + training + answering + OVERHEAD
 
     def __str__(self) -> str:
@@ -66,13 +78,14 @@ class Sizes(NamedTuple):
 
 # The largest that fits the minutes is taken.
 LADDER = (
-    Sizes(200, 40, 2, 64),
-    Sizes(150, 30, 2, 64),
-    Sizes(120, 20, 2, 64),
-    Sizes(100, 16, 2, 48),
-    Sizes(80, 10, 2, 40),
-    Sizes(60, 8, 1, 48),
-    Sizes(60, 6, 1, 32),
+    Sizes(800, 400, 2, 64),
+    Sizes(600, 320, 2, 64),
+    Sizes(400, 240, 2, 64),
+    Sizes(300, 160, 2, 64),
+    Sizes(160, 120, 2, 48),
+    Sizes(120, 80, 2, 32),
+    Sizes(120, 80, 1, 32),
+    Sizes(80, 40, 1, 32),
 )
 
 
@@ -80,22 +93,21 @@ LADDER = (
 def demo(
     out: str = "runs/demo",
     target: str = "embedded",
-    start_from: str = "embedded-hass",
-    trained: str | None = "embedded-poss2",
+    trained: str | None = "embedded-hass",
     minutes: Amount | None = None,
     dtype: str = "auto",
     device: str = "auto",
 ) -> None:
     """From a frozen target to a faster decode in a few minutes on two CPU cores.
 
-    It extracts features of conversations; trains, from a single layer and for equal steps, the same layer on its own
-    features (HASS) and position specialists (PosS-2); and decodes real prompts with both, with a draft that was trained
-    for longer, and without any. The machine's speed decides how much of each. Finished stages are not repeated.
+    It extracts features of conversations; trains two drafts from random weights, for equal steps: one layer on its own
+    features (HASS), and position specialists (PosS-2); measures both on held-out conversations; and decodes real
+    prompts with both, with a draft that was trained for far longer, with lookups, and without any draft. The machine's
+    speed decides how much of each. Finished stages are not repeated.
 
     Args:
         out: folder to write.
         target: "embedded", a local folder or a hub id.
-        start_from: the single layer to train further: draft folder, hub id or shipped draft.
         trained: a draft to decode with as it is; null for none.
         minutes: limit; by default 6 on a CPU that multiplies bfloat16 fast, 15 on any other, 3 on a GPU.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
@@ -109,57 +121,43 @@ def demo(
         print(f"{folder} resumes as it was begun: {sizes}")
     else:
         model = Target.load(target, dtype, device)
-        _check_drafts(model, start_from, trained)
+        if trained and (difference := load_draft(trained).config.target.difference(model.spec)):
+            raise ValueError(f"draft {trained} was trained for a different target: {difference}")
         sizes, dtype = plan_sizes(folder, model, minutes), model.dtype_name
         del model  # each stage loads its own
 
-    store = str(folder / "features")
-    _say(1, f"the target reads {sizes.conversations} conversations and keeps its features")
-    extract(str(CORPUS), store, target, limit=sizes.conversations, dtype=dtype, device=device)
-    _say(2, f"the layer {start_from} learns from its own features (HASS, {sizes.steps} steps)")
-    training = {"store": store, "start": start_from, "steps": sizes.steps, "dtype": dtype, "device": device}
-    hass = _fit(folder, "hass", **training)
-    _say(3, f"from the same layer, three specialists for two positions each (PosS-2, {sizes.steps} steps)")
-    poss2 = _fit(folder, "poss2", **training)
-    _say(4, "questions of six suites, answered by plain decoding and by every draft in turn")
-    one, many = f"your HASS, {sizes.steps} steps from it", f"your PosS-2, {sizes.steps} steps from it"
-    drafts = {_name(start_from): start_from} | ({_name(trained): trained} if trained else {}) | {one: hass, many: poss2}
+    place = {"dtype": dtype, "device": device}
+    _say(1, f"the target reads {sizes.conversations} conversations, and {HELD_OUT} to validate on; features are kept")
+    extract(str(CORPUS), str(folder / "features"), target, limit=sizes.conversations, **place)
+    extract(_write_held_out(folder), str(folder / "held-out"), target, max_length=HELD_OUT_TOKENS, **place)
+    _say(2, f"one layer learns from random weights, on its own features (HASS, {sizes.steps} steps)")
+    hass = _fit(folder, "HASS", sizes.steps, **place)
+    _say(3, f"so do three specialists, for two positions each (PosS-2, {sizes.steps} steps)")
+    poss2 = _fit(folder, "PosS-2", sizes.steps, **place)
+    drafts = {"HASS": hass, "PosS-2": poss2}
+    replay(str(folder / "held-out"), str(folder / "replay"), drafts=drafts, **place, **TREE)
+    _say(4, "questions of six suites, answered by plain decoding and by every draft in turn, with lookups and without")
+    drafts = {f"{name}, {sizes.steps} steps": draft for name, draft in drafts.items()}
+    drafts = ({public_name(trained): trained} if trained else {}) | drafts
     common = {"drafts": drafts, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
-    records, exact = str(folder / "benchmark"), str(folder / "exact")
-    benchmark(records, **common, baselines=[PLAIN, "lookup"], tree="auto", dtype=dtype, device=device)
-    _say(5, "and some again in float32, where the answers must be the target's own to the last token")
-    drafting = {"suites": ["questions"], "nodes": 20, "baselines": [PLAIN]}  # in every round, whether it pays or not
-    benchmark(exact, **common, **drafting, dtype="float32", device=device)
-    found = find(records, reference=one)
+    records = exact = str(folder / "benchmark")
+    benchmark(records, **common, baselines=[PLAIN, "lookup"], tree="auto", lookup=DEFAULT_LOOKUP, **place)
+    if dtype != "float32":  # then answers may differ; these must not, with 20 nodes in every round, if they pay or not
+        exact = str(folder / "exact")
+        again = {"suites": ["questions"], "baselines": [PLAIN], "nodes": 20, "dtype": "float32", "device": device}
+        benchmark(exact, **common, **again)
+    found = find(records)
     write_page(found, str(folder / "report.html"), str(folder))
     model = "SmolLM2-135M" if target == "embedded" else public_name(target)
     where, took = "this CPU" if device == "cpu" else device, f"{time.perf_counter() - began:.0f} s"
     print(f"\nDone in {took}, {model} on {where}, {found.overall[0].prompts} prompts, {dtype}\n")
-    _print_end(found, folder)
-    print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
-
-
-def _print_end(found: Findings, folder: Path) -> None:
-    """Print the table, what it says, and what to do next."""
-    print(show(overview(found).replace({"method": SHOWN})))
-    print(f"\n{textwrap.fill(verdict(found), WIDTH)}\n{_exactness(folder / 'exact')}\n")
-    print(f"report     {folder / 'report.html'}")
+    print(show(overview(found).drop(columns="τ").replace({"method": SHOWN})))  # `auto` sizes trees by speed, not by τ
+    for text in (verdict(found), _exactness(Path(exact)), describe_learning(folder, sizes.steps)):
+        print(f"\n{textwrap.fill(text, WIDTH)}")
+    print(f"\nreport     {folder / 'report.html'}")
     print(f"curves     {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}   → {CURVES}")
     print(f"all tables poss compare {folder / 'benchmark'} --all")
-
-
-def _name(draft: str) -> str:
-    """A method's name that says what the draft is."""
-    layers = len(load_draft(draft).config.allocation)
-    named = {"embedded-hass": "HASS", "embedded-poss2": "PosS-2"}.get(draft, public_name(draft))
-    return f"{'shipped ' * (draft in shipped())}{'one layer' if layers == 1 else 'specialists'} ({named})"
-
-
-def _check_drafts(target: Target, *drafts: str | None) -> None:
-    """Raise ValueError if a draft was trained for a different target."""
-    for draft in filter(None, drafts):
-        if difference := load_draft(draft).config.target.difference(target.spec):
-            raise ValueError(f"draft {draft} was trained for a different target: {difference}")
+    print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
 
 
 # --- how much of it ---
@@ -209,24 +207,45 @@ def _minutes(seconds: float) -> str:
 # --- its stages ---
 
 
-def _fit(folder: Path, name: str, *, store: str, start: str, steps: int, dtype: str, device: str) -> str:
+def _write_held_out(folder: Path) -> str:
+    """Write the corpus's last conversations to a file, and return its name."""
+    talks = read_conversations(str(CORPUS))[-HELD_OUT:]
+    with atomic(folder / "held-out.jsonl") as path:
+        path.write_text("".join(json.dumps({"id": talk.id, "messages": talk.messages}) + "\n" for talk in talks))
+    return str(folder / "held-out.jsonl")
+
+
+def _fit(folder: Path, name: str, steps: int, dtype: str, device: str) -> str:
     """Train one draft, unless that is done, and return its folder."""
-    place = torch.device(device)
-    size = min(VOCABULARY, load_draft(start).config.target.vocab_size)
+    place, store = torch.device(device), str(folder / "features")
     numbered = {} if place.index is None else {"devices": [place.index]}
     options = {
-        "data": {"store": store},
-        "model": {"vocabulary_size": size, "start_from": start},
+        "data": {"store": store, "validation_store": str(folder / "held-out")},
+        "model": {"vocabulary_size": min(VOCABULARY, FeatureStore(store).target.vocab_size)},
         "trainer": {
             "accelerator": place.type,
             **numbered,
             "precision": choose_precision(place.type, dtype),
             "max_steps": steps,
-            "val_check_interval": steps // 2 if steps % 2 == 0 else steps,  # in the middle, and at the end
+            "val_check_interval": steps // VALIDATIONS,
             "check_val_every_n_epoch": None,
         },
     }
-    return str(fit_once(folder / name, "demo.yaml", f"draft/{name}.yaml", options))
+    return str(fit_once(folder / TRAINED[name], "demo.yaml", f"draft/{TRAINED[name]}.yaml", options))
+
+
+# --- what it says ---
+
+
+def describe_learning(folder: Path, steps: int) -> str:
+    """Say how τ on held-out answers changed, from what each training logged first to what the replay recorded."""
+    replayed = {row.method: row.values[TAU_MICRO.name] for row in find(str(folder / "replay")).overall}
+    changes = []
+    for name, tau in replayed.items():
+        (scalars,) = read_scalars(folder / TRAINED[name]).values()
+        (_, first), *_ = scalars["val/tau_tree"]
+        changes.append(f"from {first:.2f} to {tau.with_interval()} with {name}")
+    return f"In {steps} steps from random weights, τ on held-out answers went {', and '.join(changes)}."
 
 
 def _exactness(folder: Path) -> str:
@@ -238,4 +257,4 @@ def _exactness(folder: Path) -> str:
 
 
 def _say(stage: int, what: str) -> None:
-    print(f"\n[{stage}/5] {what}", flush=True)
+    print(f"\n[{stage}/4] {what}", flush=True)

@@ -66,7 +66,7 @@ REFUSED = {  # what each command checks last, when it has loaded everything
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "compare": (),
     "doctor": (*TINY, "--store", "{inputs}/nowhere"),
-    "demo": (*TINY, "--start_from", "{inputs}/draft", "--trained", "{inputs}/draft-of-another"),
+    "demo": (*TINY, "--trained", "{inputs}/draft-of-another"),
 }
 
 
