@@ -6,6 +6,7 @@ import shutil
 import sys
 import warnings
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -67,6 +68,20 @@ def test_csv_logger_gets_the_scalars(store, tmp_path):
     assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
     written = {path.name for path in folder.iterdir()}
     assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+def test_wandb_gets_the_scalars(store, tmp_path, monkeypatch):
+    """By its name alone, with a stand-in for the package."""
+    run, logged = Mock(id="1"), {}
+    run.log = logged.update
+    parts = {"wandb": {"run": None, "init": lambda **_: run}, "wandb.sdk": {}}
+    parts |= {"wandb.sdk.lib": {"RunDisabled": Mock}, "wandb.wandb_run": {"Run": Mock}}
+    for name, members in parts.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    monkeypatch.chdir(tmp_path)
+    fit(CPU, cut(store, logger="WandbLogger", log_every_n_steps=1, limit_val_batches=1, val_check_interval=1))
+    assert {"train/loss", "val/loss", "val/tau_tree", "val_drift_l2/depth_1", "trainer/global_step"} <= logged.keys()
 
 
 @pytest.mark.parametrize("name", ["CSVLogger", None])
