@@ -115,7 +115,7 @@ class StepBar(TQDMProgressBar):
         bar.set_description("Steps")
 
     def on_train_epoch_start(self, *_) -> None:
-        """Do not begin anew."""
+        """Keep counting across epochs."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module, outputs, batch: Batch, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
