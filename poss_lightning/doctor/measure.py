@@ -13,11 +13,13 @@ import torch
 from torch.nn.functional import pad
 
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.doctor.readings import Reading
+from poss_lightning.doctor.readings import Reading, bfloat16
+from poss_lightning.doctor.texts import LONG
+from poss_lightning.draft.attention import Packing
 from poss_lightning.evaluation.engines import read_engine
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import counted_passes
+from poss_lightning.features.stream import collate
 from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import Comparison, Floats, Jackknife
 
@@ -32,9 +34,9 @@ class Counts(NamedTuple):
     reached: Floats
     passed: Floats
 
-    def up_to(self, depth: int) -> "Counts":
-        """The same of the first positions."""
-        return Counts(self.reached[:, :depth], self.passed[:, :depth])
+    def first(self, prompts: int, depth: int) -> "Counts":
+        """The same of the first prompts and positions."""
+        return Counts(*(part[:prompts, :depth] for part in self))
 
     def rates(self) -> Floats:
         """pos-acc of all prompts, then without each in turn: (1+Q, K)."""
@@ -47,11 +49,11 @@ class Counts(NamedTuple):
 
 
 def compare(counts: Mapping[Any, Counts], base: Counts) -> dict[Any, Comparison]:
-    """Differences in τ from `base`, over the positions that both have, by Holm's correction for all of them."""
+    """Differences in τ from `base`, over prompts and positions that both have, by Holm's correction for all of them."""
     means = {}
     for name, own in counts.items():
-        depth = min(own.reached.shape[1], base.reached.shape[1])
-        means[name] = statistics.mean_over([own.up_to(depth).tau()], [base.up_to(depth).tau()])
+        sizes = [*map(min, own.reached.shape, base.reached.shape)]
+        means[name] = statistics.mean_over([own.first(*sizes).tau()], [base.first(*sizes).tau()])
     return statistics.compare_means(means)
 
 
@@ -59,8 +61,8 @@ def above_chance(counts: Counts, samples: Sequence[Sample]) -> bool:
     """Return whether position 1 accepts more than the most common token as every proposal."""
     choices = [sample.greedy[sample.greedy >= 0] for sample in samples]
     common = torch.cat(choices).mode().values
-    hits = [[float((own == common).sum())] for own in choices]
-    gain = compare({0: counts.up_to(1)}, Counts(np.array([[float(len(own))] for own in choices]), np.array(hits)))[0]
+    chance = Counts(*np.array([[[float(len(own))], [float((own == common).sum())]] for own in choices]).swapaxes(0, 1))
+    gain = compare({0: counts.first(len(samples), 1)}, chance)[0]
     return gain.p < SURE and gain.value > 0
 
 
@@ -73,30 +75,33 @@ def as_read(samples: Sequence[Sample], reading: Reading) -> list[Sample]:
 @torch.inference_mode()
 def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = None) -> Counts:
     """Count chains that begin at every slot of the answers, teacher-forced, as a validation does."""
-    draft, depth, rows = reading.draft, depth or reading.depth, []
-    embed_head, weight = reading.embed_head.restrict(draft.vocabulary), draft.fc.weight
-    for sample in as_read(samples, reading):
-        tokens, greedy = sample.tokens.to(weight.device), sample.greedy.to(weight.device)
-        counts = counted_passes(len(tokens), np.array(sample.spans))[:-1].to(weight.device)  # (T,), T slots
-        chains = counts.nonzero()[:, 0]  # the slots where they begin
-        embedded = embed_head.embed(tokens[None, 1:]).roll(-reading.tokens, 1)
-        predictions = draft(embedded, sample.draft_input[None, :-1].to(weight), depth, None, chains)
-        greedy, text = greedy[1:].roll(-reading.labels), tokens[1:].roll(-1 - reading.labels)
-        counts, row = pad(counts, (0, depth)), []
-        for k, predicted in enumerate(predictions):
-            chains = chains[counts[chains + k] > k]
-            slots = chains + k
-            proposed = draft.token_ids(draft.logits(predicted[0, slots], embed_head).argmax(-1))
-            hit = proposed == greedy[slots]
-            row.append([len(chains), int(hit.sum())])
-            chains = chains[hit & (proposed == text[slots])]
-        rows.append(row)
-    return Counts(*np.array(rows, float).transpose(2, 0, 1))
+    draft, depth, weight = reading.draft, depth or reading.depth, reading.draft.fc.weight
+    embed_head, batch = reading.embed_head.restrict(draft.vocabulary), collate([as_read(samples, reading)])
+    tokens, greedy, counts = (part[0].to(weight.device) for part in (batch.tokens, batch.greedy, batch.counts))
+    counts, positions = counts[:-1], batch.positions[:, :-1].to(weight.device)  # (T,), T slots
+    chains = counts.nonzero()[:, 0]  # the slots where they begin
+    texts = torch.arange(len(samples)).repeat_interleave(torch.tensor(batch.lengths[0])).to(weight.device)
+    one = Packing.one_per_row(1, len(counts), weight.device)
+    packing = one if reading.texts == LONG else Packing(batch.lengths, positions)
+    embedded = embed_head.embed(tokens[None, 1:]).roll(-reading.tokens, 1)
+    predictions = draft(embedded, batch.draft_input[:, :-1].to(weight), depth, packing, chains)
+    greedy, text = greedy[1:].roll(-reading.labels), tokens[1:].roll(-1 - reading.labels)
+    counts, by_text = pad(counts, (0, depth)), []
+    for k, predicted in enumerate(predictions):
+        chains = chains[counts[chains + k] > k]
+        slots = chains + k
+        proposed = draft.token_ids(draft.logits(predicted[0, slots], embed_head).argmax(-1))
+        hit = proposed == greedy[slots]
+        by_text.append([texts[part].bincount(minlength=len(samples)).tolist() for part in (slots, slots[hit])])
+        chains = chains[hit & (proposed == text[slots])]
+    return Counts(*np.array(by_text, float).transpose(1, 2, 0))
 
 
-def replayed(reading: Reading, samples: Sequence[Sample], nodes: int = 1, width: int = 1) -> Counts:
-    """Count what rounds accept, as `poss replay` does; chains by default."""
-    depth = reading.depth
+def replayed(
+    reading: Reading, samples: Sequence[Sample], nodes: int = 1, width: int = 1, is_rounded: bool = False
+) -> Counts:
+    """Count what rounds accept, as `poss replay` does; by default chains, and in the dtype of the target."""
+    depth, reading = reading.depth, reading.changed(**bfloat16(reading)) if is_rounded else reading
     plan = Plan(depth, max(nodes, depth + 1), width)
     rounds = replay_rounds(reading.draft, reading.embed_head, as_read(samples, reading), plan)
     accepted = [np.array([count for answer in own for count in answer], int)[:, None] for own in rounds]

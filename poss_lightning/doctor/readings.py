@@ -4,22 +4,24 @@ A reading is all that stands between files and proposals. At slot t a draft join
 of the target there, and proposes x_{t+2}. With `tokens`, `features` or `labels` 1 it is the one of the next slot.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from poss_lightning.doctor.texts import ANSWERS, SWITCHES, round_cache
+from poss_lightning.doctor.texts import ANSWERS, SWITCHES
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling, rope_at
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.target.model import Target
 from poss_lightning.target.spec import EmbedHead
+from poss_lightning.work import flat
+
+Changes = dict[str, Any]  # fields of a draft's config, or of a reading
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,12 @@ class Reading:
     Attributes:
         frozen: an embedding and a head in the files that are not the target's, by their names there.
         sources: the target's decoder layers whose outputs it reads, from 1; L + 1 is the feature, after the last norm.
-        final_norm: whether the target's last norm stands before its head.
+        norm_first: whether the target's last norm stands before its head.
         rotary: share of the dimensions of a head that rotate.
         places: slots by which the context of a block is placed too late.
         texts: those that it is measured on, see `ask`.
-        eight_bits: whether keys and values are rounded as in a cache of 8 bits.
+        steps: numbers of the hypotheses that led to it.
+        words: what these changed.
     """
 
     target: Target
@@ -45,21 +48,17 @@ class Reading:
     tokens: int = 0
     features: int = 0
     labels: int = 0
-    final_norm: bool = False
+    norm_first: bool = False
     rotary: float = 1.0
     places: int = 0
     texts: str = ANSWERS
-    eight_bits: bool = False
+    steps: tuple[int, ...] = field(default=(), compare=False)
+    words: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def depth(self) -> int:
         """Positions drafted."""
         return sum(self.config.allocation)
-
-    @property
-    def rotated(self) -> int:
-        """Dimensions of a head that rotate."""
-        return int(self.config.target.head_dim * self.rotary) // 2 * 2
 
     @cached_property
     def draft(self) -> Specialists:
@@ -67,22 +66,48 @@ class Reading:
         with torch.device("meta"):
             draft = make_draft(self.config, self.state.get("vocabulary"))
         draft.load_state_dict(self.state, assign=True)
-        if self.final_norm:
+        draft.rope_at = self._rope_at
+        if self.norm_first:
             norm: Any = self.target.model.base_model.norm
             draft.head_input = lambda predicted: norm(predicted)
-        if self.rotary < 1 or self.places:
-            draft.rope_at = self._rope_at
-        if self.eight_bits:
-            round_cache(draft)
         return draft.requires_grad_(False).eval()
 
     def _rope_at(self, positions: Tensor) -> Rope:
-        config, is_block = self.config, positions.shape[-1] == self.config.depth + 1
-        theta, still = config.rope_theta or config.target.rope_theta, (config.target.head_dim - self.rotated) // 2
-        rope = rope_at(positions + self.places * (not is_block), self.rotated, theta, config.rope_scaling)
-        halves = [x[..., : self.rotated // 2] for x in rope]
-        halves = [nn.functional.pad(x, (0, still), value=one) for x, one in zip(halves, (1, 0), strict=True)]
-        return Rope(*(torch.cat([half, half], dim=-1) for half in halves))
+        config, late = self.config, self.places * (positions.shape[-1] != self.config.depth + 1)
+
+        def spread(frequencies: Tensor) -> Tensor:  # those of the dimensions that rotate are further apart
+            rotates = torch.arange(len(frequencies), device=positions.device) < int(len(frequencies) * self.rotary)
+            spread = frequencies ** (1 / self.rotary) * rotates
+            return config.rope_scaling(spread) if config.rope_scaling else spread
+
+        sizes: Any = config.target.head_dim, config.rope_theta or config.target.rope_theta, spread
+        return rope_at(positions + late, *sizes)
+
+    def changed(self, **values: Any) -> "Reading":
+        """Change fields; an error of many kinds says that there is no such reading."""
+        if sources := tuple(values.get("sources", ())):
+            feature = self.target.spec.layers + 1
+            if len(sources) != len(self.sources) or {*sources} - {*range(1, feature + 1)}:
+                raise ValueError("there are no such layers")
+            named = self.config.aux_layers and max(sources) < feature - 1
+            values |= {"sources": sources} | ({"inner_layers": sources} if named else {})
+        stated = {name: values.pop(name) for name in [*values] if hasattr(self.config, name)}
+        values["state"] = self.state | values.get("state", {})
+        return replace(self, config=replace(self.config, **stated), **values)
+
+    def others(self) -> Iterator["Reading"]:
+        """Yield the readings in which one more assumption differs."""
+        for number, (words, change) in enumerate(HYPOTHESES):
+            with suppress(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError):
+                other = self.changed(**change(self))
+                other.draft  # noqa: B018, it raises
+                if other != self or any(other.state[name] is not each for name, each in self.state.items()):
+                    said = ", ".join([words, *changes(self.stated(), other.stated())])
+                    yield replace(other, steps=(*self.steps, number), words=(*self.words, said))
+
+    def stated(self) -> dict[str, Any]:
+        """The fields of its config."""
+        return asdict(self.config) | {"inner_layers": [*self.sources]}
 
     def is_written(self) -> bool:
         """Return whether config and weights of a draft can say all of it."""
@@ -90,186 +115,132 @@ class Reading:
         return self == Reading(self.target, self.config, self.state, self.frozen, self.target.embed_head, named)
 
 
-Change = Callable[[Reading], Reading]  # raises ValueError, or LookupError, where there is no such reading
+def changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Describe values that differ, with dots between nested names."""
+    old, new = flat(old), flat(new)
+    return [f"{name} {old.get(name)} → {value}" for name, value in new.items() if old.get(name) != value]
 
 
-def others(reading: Reading) -> Iterator[tuple[int, Reading]]:
-    """Yield the number of each hypothesis that makes a difference, and its reading."""
-    for number, (_, kinds, *changes) in enumerate(HYPOTHESES):
-        other = reading
-        with suppress(ValueError, TypeError, LookupError, AttributeError, RuntimeError):
-            for change in changes if reading.config.kind in kinds else ():
-                other = change(other)
-            other.draft  # noqa: B018, it raises
-            if other != reading or other.state is not reading.state:
-                yield number, other
+# --- changes of tensors ---
 
 
-def edit(**values: Any) -> Change:
-    """Change fields of a draft's config, or of the reading; functions make the values of the reading."""
-
-    def change(reading: Reading) -> Reading:
-        made = {name: value(reading) if callable(value) else value for name, value in values.items()}
-        stated = {name: made.pop(name) for name in values if hasattr(reading.config, name)}
-        return replace(reading, config=replace(reading.config, **stated), **made)
-
-    return change
-
-
-def layers(pick: Callable[[list[int], int], list[int]]) -> Change:
-    """Read other layers; `pick` makes them of those that are read, and of the number of the target's feature."""
-
-    def change(reading: Reading) -> Reading:
-        feature = reading.target.spec.layers + 1
-        picked = tuple(pick([*reading.sources], feature))
-        if len(picked) != len(reading.sources) or {*picked} - {*range(1, feature + 1)}:
-            raise ValueError("there is no such layer")
-        named = reading.config.aux_layers and max(picked) < feature - 1
-        return edit(sources=picked, **({"inner_layers": picked} if named else {}))(reading)
-
-    return change
-
-
-def weights(names: str, other: Callable[[Tensor, Reading], Tensor]) -> Change:
+def tensors(reading: Reading, names: str, change: Callable[[Tensor], Tensor]) -> Changes:
     """Change the tensors of these names, in all layers."""
-
-    def change(reading: Reading) -> Reading:
-        named = [name for name in reading.state if name.removesuffix(".weight").split(".")[-1] in names.split()]
-        found = {name: other(reading.state[name], reading) for name in named}
-        return replace(reading, state=reading.state | found) if found else reading
-
-    return change
+    named = [name for name in reading.state if name.removesuffix(".weight").split(".")[-1] in names.split()]
+    return {"state": {name: change(reading.state[name]) for name in named}}
 
 
-def swapped(one: str, two: str) -> Change:
+def swapped(reading: Reading, one: str, two: str) -> Changes:
     """Exchange two tensors of each layer."""
-
-    def change(reading: Reading) -> Reading:
-        names = {name: name.replace(one, "*").replace(two, one).replace("*", two) for name in reading.state}
-        return replace(reading, state={name: reading.state[names[name]] for name in names})
-
-    return change
+    names = {name: name.replace(one, "*").replace(two, one).replace("*", two) for name in reading.state}
+    return {"state": {name: reading.state[names[name]] for name in names}}
 
 
-def heads(order: Callable[[int, int], Tensor]) -> Change:
-    """Reorder the dimensions of each head of queries and keys, by its width and how many of them rotate."""
-
-    def reorder(value: Tensor, reading: Reading) -> Tensor:
-        width = reading.config.target.head_dim
-        return value.unflatten(0, (-1, width))[:, order(width, reading.rotated)].flatten(0, 1)
-
-    return weights("q_proj k_proj q_norm k_norm", reorder)
+def heads(reading: Reading, order: Tensor) -> Changes:
+    """Reorder the dimensions of each head of queries and keys."""
+    names = "q_proj k_proj q_norm k_norm"
+    return tensors(reading, names, lambda rows: rows.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1))
 
 
-def _first(width: int, rotated: int) -> Tensor:
-    """Put the halves of the first `rotated` dimensions where ours are, and the rest after them."""
-    (one, two), (more, rest) = torch.arange(rotated).chunk(2), torch.arange(rotated, width).chunk(2)
-    return torch.cat([one, more, two, rest])
-
-
-def _pairs(width: int, _: int) -> Tensor:
-    """Dimensions 0 2 4 ... 1 3 5 ..."""
-    return torch.arange(width).view(-1, 2).T.flatten()
-
-
-def lent(name: str, rows: Callable[[Reading], Tensor]) -> Change:
+def lent(reading: Reading, **rows: Tensor) -> Changes:
     """Take an embedding, or a head, that is not the target's."""
-
-    def change(reading: Reading) -> Reading:
-        own: dict[str, Any] = {
-            part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")
-        }
-        own[name] = rows(reading)
-        return replace(reading, embed_head=EmbedHead(**own))
-
-    return change
+    own = {part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")}
+    return {"embed_head": EmbedHead(**own | rows)}
 
 
-def bfloat16(reading: Reading) -> Reading:
+def bfloat16(reading: Reading) -> Changes:
     """Round the draft, the embedding and the head."""
     state = {name: value.bfloat16() if value.is_floating_point() else value for name, value in reading.state.items()}
-    return replace(reading, state=state, embed_head=copy.deepcopy(reading.embed_head).bfloat16())
+    parts = {name: getattr(reading.embed_head, name).bfloat16() for name in ("embedding", "head")}
+    return lent(reading, **parts) | {"state": state}
 
 
-def mask(token: Callable[[Reading], int]) -> tuple[Change, Change]:
-    """Take the embedding of a different token as the mask of a block; there is no such reading where it is None."""
-    row = weights("mask", lambda _, reading: reading.embed_head.embedding[token(reading)])
-    return row, edit(mask_token=token)
+# --- what the hypotheses are made of ---
 
 
-def _halves(value: Tensor, _: Reading) -> Tensor:
-    return value.roll(value.shape[-1] // 2, -1)
+def _scaled(reading: Reading, power: float) -> Changes:
+    """Scale embeddings, and a mask among them, by a power of their width."""
+    factor = reading.target.spec.hidden_size**power
+    rows = lent(reading, embedding=reading.embed_head.embedding * factor)
+    return rows | tensors(reading, "mask", lambda mask: mask * factor)
 
 
-def _runs(reading: Reading, size: int) -> tuple[int, ...]:
-    """An allocation of as many specialists, `size` positions to each, the last of which also serves the rest."""
-    count = len(reading.config.allocation)
-    return (*[size] * (count - 1), max(reading.depth - size * (count - 1), 1))
+def _rotated(reading: Reading, share: float) -> Changes:
+    """Rotate the first of a head's dimensions: their halves go where ours are, and the rest after them."""
+    width = reading.config.target.head_dim
+    rotated = int(width * share) // 2 * 2
+    (one, two), (more, rest) = torch.arange(rotated).chunk(2), torch.arange(rotated, width).chunk(2)
+    return heads(reading, torch.cat([one, more, two, rest])) | {"rotary": share}
 
 
-def _spread(count: int, feature: int) -> list[int]:
-    """The layers of DFlash's code: evenly from 2 to the third-last."""
-    return [round(2 + i * (feature - 5) / (count - 1)) for i in range(count)]
+def _halves(rows: Tensor, reading: Reading) -> Tensor:
+    """Exchange what is multiplied with embedding and feature, where the two are side by side."""
+    width = reading.target.spec.hidden_size
+    return rows.roll(width, -1) if rows.shape[-1] == 2 * width else rows
 
 
-ALL, INNER, CHAINS = "eagle2 eagle3 block", "eagle3 block", "eagle2 eagle3"
+def _block(reading: Reading, **changes: Any) -> Changes:
+    """Changes that only a block has."""
+    return changes if reading.config.one_pass else {}
+
+
+def _masked(reading: Reading, token: int) -> Changes:
+    """Take the embedding of a different token as the mask of a block."""
+    row = reading.embed_head.embedding[token]
+    return tensors(reading, "mask", lambda _: row) | {"mask_token": token}
+
+
+def _scaling(reading: Reading) -> RopeScaling:
+    return RopeScaling(**{each.name: reading.target.config.rope_parameters[each.name] for each in fields(RopeScaling)})
+
+
 NORMS = "norm input_norm hidden_norm context_norm q_norm k_norm 0 1 2"
+LLAMA_3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 # fmt: off
-HYPOTHESES = [  # what is read differently, the kinds of drafts that have it, and changes, which go together
-    *[(f"layer numbers {n:+}", ALL, layers(lambda own, _, n=n: [i + n for i in own])) for n in (-1, 1, -2, 2)],
-    ("the feature as the last layer", INNER, layers(lambda own, feature: [*own[:-1], feature])),
-    *[(f"the last layer {words}", INNER, layers(lambda own, feature, n=n: [*own[:-1], feature - n]))
-      for n, words in ((1, "before the norm"), (2, "but one"), (3, "but two"), (4, "but three"))],
-    *[(f"number of layer {i + 1} {n:+}", INNER, layers(lambda own, _, i=i, n=n: [*own[:i], own[i] + n, *own[i + 1:]]))
-      for i in range(3) for n in (-1, 1)],
-    ("the feature before the norm", "eagle2", layers(lambda own, feature: [feature - 1]), edit(final_norm=True)),
-    *[("layers in another order", INNER, layers(lambda own, _, o=order: [own[i] for i in o]))
+HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read differently, and how
+    *[(f"layer numbers {n:+}", lambda r, n=n: {"sources": [i + n for i in r.sources]}) for n in (-1, 1, -2, 2)],
+    *[(f"the last layer {words}", lambda r, n=n: {"sources": [*r.sources[:-1], r.target.spec.layers + 1 - n]})
+      for n, words in enumerate(("as the feature", "before the norm", "but one", "but two", "but three"))],
+    ("the feature before the norm", lambda r: {"sources": [r.target.spec.layers], "norm_first": True}),
+    *[("layers in another order", lambda r, order=order: {"sources": [r.sources[i] for i in order]})
       for order in ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1))],
-    ("layers from high to low", INNER, layers(lambda own, _: own[::-1])),
-    ("EAGLE-3's usual layers", INNER, layers(lambda own, feature: [2, (feature - 1) // 2, feature - 4])),
-    ("DFlash's usual layers", INNER, layers(lambda own, feature: _spread(len(own), feature))),
-    *[(f"{name} one slot {word}", ALL, edit(**{name: lambda r, name=name, n=n: getattr(r, name) + n}))
+    ("layers from high to low", lambda r: {"sources": r.sources[::-1]}),
+    ("EAGLE-3's usual layers", lambda r: {"sources": [2, r.target.spec.layers // 2, r.target.spec.layers - 3]}),
+    ("DFlash's usual layers", lambda r: {"sources": [
+        round(2 + i * (r.target.spec.layers - 4) / (len(r.sources) - 1)) for i in range(len(r.sources))]}),
+    *[(f"{name} one slot {word}", lambda r, name=name, n=n: {name: getattr(r, name) + n})
       for name in ("tokens", "features", "labels") for n, word in ((-1, "earlier"), (1, "later"))],
-    *[("rotary base", ALL, edit(rope_theta=theta)) for theta in (None, 1e4, 1e5, 5e5, 1e6, 1e7)],
-    ("no scaling of rotary angles", ALL, edit(rope_scaling=None)),
-    ("the target's scaling of rotary angles", ALL, edit(rope_scaling=lambda r: RopeScaling(
-        **{each.name: r.target.config.rope_parameters[each.name] for each in fields(RopeScaling)}))),
-    ("Llama 3.1's scaling of rotary angles", ALL, edit(rope_scaling=RopeScaling(
-        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192))),
-    *[(f"the first {share:.0%} of a head's dimensions rotate", ALL, edit(rotary=share), heads(_first))
+    ("the target's rotary base", lambda r: {"rope_theta": r.target.spec.rope_theta}),
+    *[("rotary base", lambda r, theta=theta: {"rope_theta": theta}) for theta in (1e4, 1e5, 5e5, 1e6, 1e7)],
+    ("no scaling of rotary angles", lambda r: {"rope_scaling": None}),
+    ("the target's scaling of rotary angles", lambda r: {"rope_scaling": _scaling(r)}),
+    ("Llama 3.1's scaling of rotary angles", lambda r: {"rope_scaling": LLAMA_3}),
+    *[(f"the first {share:.0%} of a head's dimensions rotate", lambda r, share=share: _rotated(r, share))
       for share in (0.25, 0.5, 0.75)],
-    ("rotary pairs side by side in the file", ALL, heads(_pairs)),
-    ("rotary pairs in halves in the file", ALL, heads(lambda width, rotated: _pairs(width, rotated).argsort())),
-    *[("epsilon of norms", ALL, edit(norm_eps=eps)) for eps in (None, 1e-5, 1e-6)],
-    ("weights of norms less 1 in the file", ALL, weights(NORMS, lambda weight, _: weight + 1)),
-    ("gate and up exchanged", ALL, swapped("gate_proj", "up_proj")),
-    ("keys and values exchanged", ALL, swapped("k_proj", "v_proj")),
-    *[(f"embeddings times width^{p}", "eagle2 block",
-       lent("embedding", lambda r, p=p: r.embed_head.embedding * r.target.spec.hidden_size**p),
-       weights("mask", lambda mask, r, p=p: mask * r.target.spec.hidden_size**p)) for p in (0.5, -0.5)],
-    ("the file's embedding", ALL, lent("embedding", lambda r: r.frozen["embed_tokens.weight"])),
-    ("the file's head", "eagle2 block", lent("head", lambda r: r.frozen["lm_head.weight"])),
-    ("the target's head", "eagle3",
-     weights("lm_head", lambda _, r: r.embed_head.restrict(r.state.get("vocabulary")).head)),
-    ("feature before embedding", "eagle2", weights("fc scale", _halves)),
-    ("feature before embedding", "eagle3", weights("q_proj k_proj v_proj", _halves)),
-    ("no bias of fc", "eagle2", weights("bias", lambda bias, _: 0 * bias)),
-    ("norms of embedding and feature exchanged", "eagle3", swapped("input_norm", "hidden_norm")),
-    *[(name, "eagle3", edit(**{name: lambda r, name=name: not getattr(r.config, name)}))
+    *[(f"rotary pairs {words} in the file", lambda r, shape=shape: heads(
+        r, torch.arange(r.config.target.head_dim).view(shape).T.flatten()))
+      for words, shape in (("side by side", (-1, 2)), ("in halves", (2, -1)))],
+    *[(f"context of a block {n:+}", lambda r, n=n: _block(r, places=r.places + n)) for n in (-1, 1)],
+    ("weights of norms less 1 in the file", lambda r: tensors(r, NORMS, lambda weight: weight + 1)),
+    *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
+      for one, two in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("input_norm", "hidden_norm"))],
+    ("feature before embedding", lambda r: tensors(r, "fc scale q_proj k_proj v_proj", lambda rows: _halves(rows, r))),
+    ("embeddings times the root of their width", lambda r: _scaled(r, 0.5)),
+    ("embeddings over the root of their width", lambda r: _scaled(r, -0.5)),
+    ("the file's embedding", lambda r: lent(r, embedding=r.frozen["embed_tokens.weight"])),
+    ("the file's head", lambda r: lent(r, head=r.frozen["lm_head.weight"])),
+    ("the target's head", lambda r: tensors(
+        r, "lm_head", lambda _: r.embed_head.restrict(r.state.get("vocabulary")).head)),
+    *[(name, lambda r, name=name: {name: not getattr(r.config, name)})
       for name in ("norm_before_residual", "norm_output")],
-    ("vocabulary as ids", ALL, weights("vocabulary", lambda ids, _: ids - torch.arange(len(ids)).to(ids))),
-    ("vocabulary as offsets", ALL, weights("vocabulary", lambda ids, _: ids + torch.arange(len(ids)).to(ids))),
-    ("vocabulary of the first tokens", ALL, weights("vocabulary", lambda ids, _: torch.arange(len(ids)).to(ids))),
-    *[(f"vocabulary {n:+}", ALL, weights("vocabulary", lambda ids, _, n=n: ids + n)) for n in (-1, 1)],
-    *[("allocation", CHAINS, edit(allocation=lambda r, size=size: _runs(r, size))) for size in (1, 2, 3, 4)],
-    ("whose keys", CHAINS, edit(kv=lambda r: {"separate": "shared"}.get(r.config.kv, "separate"))),
-    ("no window", ALL, edit(window=None)),
-    *[("length of the block", "block", edit(depth=lambda r, n=n: r.depth + n, allocation=lambda r, n=n: (r.depth + n,)))
+    ("vocabulary as ids", lambda r: tensors(r, "vocabulary", lambda ids: ids - torch.arange(len(ids)).to(ids))),
+    ("vocabulary as offsets", lambda r: tensors(r, "vocabulary", lambda ids: ids + torch.arange(len(ids)).to(ids))),
+    ("no window", lambda r: {"window": None}),
+    *[("length of the block", lambda r, n=n: _block(r, depth=r.depth + n, allocation=(r.depth + n,)))
       for n in (-1, 1, -2, 2, -3, 3, -4, 4)],
-    *[(f"{name} token as mask", "block", *mask(lambda r, name=name: getattr(r.target.tokenizer, f"{name}_token_id")))
+    *[(f"{name} token as mask", lambda r, name=name: _masked(r, getattr(r.target.tokenizer, f"{name}_token_id")))
       for name in ("mask", "pad", "eos", "bos", "unk")],
-    ("last token as mask", "block", *mask(lambda r: r.target.spec.vocab_size - 1)),
-    *[(f"places of the context {n:+}", "block", edit(places=lambda r, n=n: r.places + n)) for n in (-1, 1)],
-    *[(name, ALL, edit(texts=name)) for name in SWITCHES],
+    ("last token as mask", lambda r: _masked(r, r.target.spec.vocab_size - 1)),
+    *[(name, lambda r, name=name: {"texts": name}) for name in SWITCHES],
 ]
 # fmt: on

@@ -1,12 +1,13 @@
 """What a draft is measured on: the target's own answers, and all that a reading may read of the target there."""
 
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate, takewhile
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import Draw
@@ -20,38 +21,24 @@ from poss_lightning.features.writing import tokenize
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target
 
-ANSWERS, DRAWN, DIALOGUE = "answers", "temperature 1", "one dialogue"
-SWITCHES = "thoughts on", "thoughts off", "no system message"  # of the template, where they change a prompt
-LARGEST = 448.0  # of float8
+ANSWERS, DRAWN, LONG = "answers", "temperature 1", "one long text"
+SWITCHES: dict[str, Callable[[Question], Question]] = {  # of the chat template, where they change a prompt
+    "thoughts on": lambda question: replace(question, template=question.template | {"enable_thinking": True}),
+    "thoughts off": lambda question: replace(question, template=question.template | {"enable_thinking": False}),
+    "no system message": lambda question: replace(question, opening=[{"role": "system", "content": ""}]),
+}
+FROM_STORE: dict[str, list[Question]] = {ANSWERS: [], LONG: []}  # texts that no question is asked for
 
 
 def ask(target: Target, questions: list[Question]) -> dict[str, list[Question]]:
-    """Put the questions in every form whose answers are measured, by name; "one dialogue" grows long."""
-    on, off = (
-        [replace(each, template=each.template | {"enable_thinking": is_on}) for each in questions]
-        for is_on in (True, False)
-    )
-    silent = [replace(each, opening=[{"role": "system", "content": ""}]) for each in questions]
-    forms = {ANSWERS: questions}
-    for name, form in zip(SWITCHES, (on, off, silent), strict=True):
+    """Put the questions in every form whose answers are measured, by name."""
+    forms = FROM_STORE | {ANSWERS: questions, DRAWN: questions}
+    for name, change in SWITCHES.items():
+        form = [change(question) for question in questions]
         with suppress(ValueError):  # the template refuses it
             if form[0].first_prompt(target.chat) != questions[0].first_prompt(target.chat):
                 forms[name] = form
-    turns = [turn for each in questions for turn in each.turns]
-    return forms | {DRAWN: questions, DIALOGUE: [replace(questions[0], turns=turns)]}
-
-
-def round_cache(model: nn.Module) -> ExitStack:
-    """Round keys and values to float8, as a cache of 8 bits does after the keys have rotated; until it is closed."""
-    stack = ExitStack()
-    for name, module in model.named_modules():
-        if name.endswith(("k_proj", "v_proj")):
-            stack.enter_context(module.register_forward_hook(_round))
-    return stack
-
-
-def _round(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
-    return output.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(output.dtype)
+    return forms
 
 
 @torch.inference_mode()
@@ -64,69 +51,62 @@ def read(target: Target, text: TokenizedText) -> Sample:
         slots = slice(max(start, 1) - 1, stop - 1)
         greedy[slots] = target.logits(features[0, slots]).argmax(-1)
     layers = torch.cat([inner[0], features[0, :, None]], dim=1)
-    draws = [Draw.of(draw) if draw else None for draw in text.draws]
-    return Sample(text.id, tokens, greedy, text.spans, features[0], layers, draws)
-
-
-@torch.inference_mode()
-def _as_stored(sample: Sample, stored: Sample, layers: tuple[int, ...]) -> Sample:
-    """Put in what a store has, so that measures are those of `poss validate` and `poss replay` to the digit."""
-    sample.layers[:, [*(layer - 1 for layer in layers), -1]] = torch.cat(
-        [stored.layers, stored.features[:, None]], dim=1
-    ).to(sample.layers)
-    return stored._replace(layers=sample.layers)
-
-
-def _split(samples: list[Sample], names: list[str]) -> list[Sample]:
-    """Split a dialogue into samples of one answer each, which have all before it."""
-    answers = [(sample, start, stop) for sample in samples for start, stop in sample.spans]
-    split = []
-    for name, (sample, start, stop) in zip(names, answers, strict=False):
-        tokens, greedy = sample.tokens[: stop + 1], sample.greedy[: stop + 1]
-        features, layers = sample.features[: stop + 1], sample.layers[: stop + 1]
-        split.append(Sample(name, tokens, greedy, [(start, stop)], features, layers))
-    return split
+    return Sample(
+        text.id, tokens, greedy, text.spans, features[0], layers, [draw and Draw.of(draw) for draw in text.draws]
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class SampleSource:
-    """The target's answers to questions, or those of a store, written to `folder` and read when they are asked for."""
+class Texts:
+    """The target's answers to questions, written to `folder`, or those of a store; read when they are asked for."""
 
     target: Target
     folder: Path
-    asked: dict[str, list[Question]]  # by name, as `ask` gives them; {} of a store
+    asked: dict[str, list[Question]]  # by name, as `ask` gives them, or `FROM_STORE`
     answer_tokens: int
     store: FeatureStore | None
     limit: int
 
-    def has(self, name: str) -> bool:
-        """Return whether there are texts of this name."""
-        return name in self.asked or (name == ANSWERS and self.store is not None)
-
     @cache  # noqa: B019, there is one in a process
-    def samples(self, name: str = ANSWERS, eight_bits: bool = False) -> list[Sample]:
-        """Read the texts of a name, in the order of `ANSWERS`, with the answer there where one is missing."""
-        texts = self._of_store(self.store) if self.store else self._answered(name)
-        with round_cache(self.target.backbone) if eight_bits else ExitStack():
-            found = [read(self.target, text) for text in tqdm(texts, desc=f"read {name}", leave=False)]
-        if self.store and not eight_bits:
-            return [_as_stored(each, self.store[i], self.store.layers) for i, each in enumerate(found)]
-        if name == DIALOGUE:
-            found = _split(found, [f"{each.suite}/{each.id}" for each in self.asked[ANSWERS]])
-        by_id = {each.id: each for each in found}
-        return found if name == ANSWERS else [by_id.get(each.id, each) for each in self.samples()]
+    def samples(self, name: str = ANSWERS) -> list[Sample]:
+        """Read the texts of a name, in the order of `ANSWERS`, with the answer there where one is missing.
 
-    def _of_store(self, store: FeatureStore) -> list[TokenizedText]:
+        `LONG` has them one after another, as many as the target's context holds, each of which sees all before it.
+        """
+        if name == LONG:
+            return self._join(self.samples())
+        if self.store:
+            return [self._stored(i, self.store) for i in range(min(self.limit, len(self.store)))]
+        texts = tqdm(self._answered(name), desc=f"read {name}", leave=False)
+        found = {text.id: read(self.target, text) for text in texts}
+        return [found.get(each.id, each) for each in self.samples()] if name != ANSWERS else [*found.values()]
+
+    @torch.inference_mode()
+    def _stored(self, i: int, store: FeatureStore) -> Sample:
+        """Read a sample, with the store's features, so that measures are those of `validate` and `replay`."""
+        stored = store[i]
+        layers = read(self.target, TokenizedText(stored.id, stored.tokens.tolist(), stored.spans)).layers
+        own = torch.cat([stored.layers, stored.features[:, None]], dim=1)
+        layers[:, [*(layer - 1 for layer in store.layers), -1]] = own.to(layers)
+        return stored._replace(layers=layers)
+
+    def _join(self, samples: list[Sample]) -> list[Sample]:
+        stops = [*takewhile(self.target.spec.context.__ge__, accumulate(len(each.tokens) for each in samples))]
+        starts = [0, *stops[:-1]]
+        spans = [
+            (first + own, first + end) for each, first in zip(samples, starts, strict=False) for own, end in each.spans
+        ]
+        tokens = torch.cat([each.tokens for each in samples])[: stops[-1]].tolist()
+        whole = read(self.target, TokenizedText(LONG, tokens, spans))
         return [
-            TokenizedText(store.ids[i], store.tokens(i).tolist(), store[i].spans)
-            for i in range(min(self.limit, len(store)))
+            Sample(each.id, whole.tokens[own], whole.greedy[own], each.spans, whole.features[own], whole.layers[own])
+            for each, own in zip(samples, map(slice, starts, stops), strict=False)
         ]
 
     def _answered(self, name: str) -> list[TokenizedText]:
         path = self.folder / f"{name.replace(' ', '-')}.jsonl"
         if not path.exists():
-            sampling = Sampling(1.0) if name == DRAWN else GREEDY
+            answer = Sampling(1.0) if name == DRAWN else GREEDY, self.answer_tokens
             options = {"batch_size": 32, "seed": 0, "settings": {}, "strict": False}
-            corpus, answer = CorpusWriter(str(path)), (sampling, self.answer_tokens)
-            answer_questions(corpus, self.target, self.asked[name], answer=answer, **options)
+            answer_questions(CorpusWriter(str(path)), self.target, self.asked[name], answer=answer, **options)
         return tokenize(self.target, read_conversations(str(path)), self.target.spec.context)

@@ -14,13 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning import cli
 from poss_lightning.doctor.command import Case, find_causes
 from poss_lightning.doctor.files import load
-from poss_lightning.doctor.texts import SampleSource, ask
+from poss_lightning.doctor.texts import ANSWERS, Texts, ask
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 from tests.support.families import FAMILIES, SIZE
 from tests.support.learnt import learnt_draft
-from tests.support.tiny import tiny_tokenizer
+from tests.support.templates import QWEN3
+from tests.support.tiny import CHATML, tiny_tokenizer
 
 ON_CPU = ("--answer_tokens", "40", "--device", "cpu", "--dtype", "float32")
 
@@ -41,25 +42,25 @@ def family_target(tmp_path_factory) -> Callable[[str], tuple[Target, str]]:
     @cache
     def make(family: str) -> tuple[Target, str]:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **SIZE | FAMILIES[family] | {"num_hidden_layers": 8})
+        config = AutoConfig.for_model(family.partition(",")[0], **SIZE | FAMILIES[family] | {"num_hidden_layers": 8})
         folder = str(tmp_path_factory.mktemp("family") / family)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(config)
+        torch.nn.init.uniform_(model.base_model.norm.weight, 0.2, 2.0)  # so that it matters where it stands
+        model.save_pretrained(folder)
+        tiny_tokenizer(QWEN3 if family == "qwen3" else CHATML).save_pretrained(folder)
         return Target.load(folder, "float32", "cpu"), folder
 
     return make
 
 
 @pytest.fixture(scope="session")
-def texts_of(prompts, tmp_path_factory) -> Callable[[Target], SampleSource]:
+def texts_of(prompts, tmp_path_factory) -> Callable[[Target], Texts]:
     """The answers of a target, which are written and read once."""
     questions = read_suites(prompts)
 
     @cache
-    def answer(target: Target) -> SampleSource:
-        return SampleSource(
-            target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions)
-        )
+    def answer(target: Target) -> Texts:
+        return Texts(target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions))
 
     return answer
 
@@ -69,9 +70,9 @@ def learnt(deep, texts_of, tmp_path_factory) -> Callable[..., Path]:
     """The folder of a draft of a kind that has learnt the answers of the deep target, or of a different one."""
 
     @cache
-    def learn(kind: str, target: Target = deep) -> Path:
+    def learn(kind: str, target: Target = deep, texts: str = ANSWERS, **how) -> Path:
         folder = tmp_path_factory.mktemp("learnt") / kind
-        learnt_draft(target, texts_of(target).samples(), kind).save_pretrained(folder)
+        learnt_draft(target, texts_of(target).samples(texts), kind, **how).save_pretrained(folder)
         return folder
 
     return learn
@@ -84,10 +85,8 @@ def diagnose(deep, texts_of, tmp_path, capsys) -> Callable[..., list[str]]:
 
     def run(draft: Path, input_format: str = "ours", allocation: list[int] | None = None, target: Target = deep):
         capsys.readouterr()
-        find_causes(
-            Case(Work(tmp_path / f"measured-{next(number)}"), texts_of(target)),
-            load(str(draft), input_format, allocation, target),
-        )
+        reading, _ = load(str(draft), input_format, allocation, target)
+        find_causes(Case(Work(tmp_path / f"measured-{next(number)}"), texts_of(target)), reading)
         printed = capsys.readouterr().out.split("\n\n")[-1]
         return [line for line in printed.splitlines() if line and not line.startswith("config.json for")]
 

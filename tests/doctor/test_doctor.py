@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.files import facts, load
 from poss_lightning.doctor.measure import engine_acceptance, replayed, unrolled
-from poss_lightning.doctor.texts import SampleSource
+from poss_lightning.doctor.texts import FROM_STORE, Texts
 from poss_lightning.draft.kinds import load_draft, make_draft
+from poss_lightning.draft.rope import Rope, RopeScaling
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
@@ -26,16 +28,20 @@ from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target, write_target
 
 State = dict[str, Tensor]
-FORMS = {  # what `poss convert` writes, and an allocation that it does not state
-    "eagle2": [("eagle",), ("poss", [3])],
-    "eagle3": [("eagle3",), ("speculators",), ("vllm",), ("sglang",)],
-    "block": [("dflash",)],
-}
-FAMILIES = {  # of targets: the forms that can express their drafts, or the first of these
-    "llama": FORMS,
-    "qwen3": {kind: FORMS[kind][:1] for kind in ("eagle3", "block")},
-    "olmo2": {kind: FORMS[kind][:1] for kind in FORMS},
-}
+HEALTHY = [  # family of the target, kind, how it has learnt, formats that its copies are written in and read as
+    ("llama", "eagle2", {}, ["eagle eagle", "eagle hass"]),
+    ("llama", "eagle2", {"allocation": (2, 1)}, ["poss poss"]),
+    ("llama", "eagle3", {}, ["eagle3 eagle3", "speculators speculators", "vllm eagle3", "sglang eagle3"]),
+    ("llama", "eagle3", {"fc_norm": True, "norm_output": True}, ["vllm eagle3"]),
+    ("llama", "eagle3", {"allocation": (2, 1), "kv": "shared"}, ["vllm speed"]),
+    ("llama", "block", {}, ["dflash dflash"]),
+    ("qwen3", "eagle2", {}, []),
+    ("qwen3", "eagle3", {}, ["eagle3 eagle3"]),
+    ("qwen3", "block", {"block_layers": 2}, ["dflash dflash"]),
+    ("olmo2", "eagle2", {}, ["eagle eagle"]),
+    ("olmo2", "eagle3", {}, ["speculators speculators"]),
+    ("olmo2", "block", {}, ["dflash dflash"]),
+]
 
 
 def planted(source: Path, folder: Path, other: Callable[[State], State] = dict, **config) -> Path:
@@ -62,68 +68,94 @@ def exchanged(one: str, two: str) -> Callable[[State], State]:
     return lambda state: {one: state[two], two: state[one]}
 
 
-INTERLEAVED = [0, 4, 1, 5, 2, 6, 3, 7]
+def halfway(positions: Tensor) -> Rope:
+    """The angles of heads of 8 of which half the dimensions rotate, at the base of 1e4."""
+    angles = positions[:, None, :, None] * torch.tensor([1, 1e-2, 0, 0] * 2)
+    return Rope(angles.cos(), angles.sin())
+
+
+class Fault(NamedTuple):
+    """What is wrong with a draft: how it has learnt, or what its files say."""
+
+    kind: str
+    words: str  # that name the cause
+    state: Callable[[State], State] = dict
+    config: dict[str, Any] = {}  # noqa: RUF012, not changed
+    learnt: dict[str, Any] = {}  # noqa: RUF012, not changed
+    family: str = ""  # of its target
+
+
+INTERLEAVED, SHARE = [0, 4, 1, 5, 2, 6, 3, 7], [0, 1, 4, 5, 2, 3, 6, 7]
 QK, MLP = ("layers.0.q_proj.weight", "layers.0.k_proj.weight"), ("layers.0.gate_proj.weight", "layers.0.up_proj.weight")
 INPUT = ("layers.0.q_proj.weight", "layers.0.k_proj.weight", "layers.0.v_proj.weight")
-FAULTS = [  # kind, words that name the cause, tensors, config
-    ("eagle2", "feature before embedding", halves("fc.weight"), {}),
-    ("eagle2", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
-    ("eagle2", "rotary pairs side by side", by_head(INTERLEAVED, *QK), {}),
-    ("eagle2", "gate and up exchanged", exchanged(*MLP), {}),
-    ("eagle2", "weights of norms less 1", lambda s: {"layers.0.norm.weight": s["layers.0.norm.weight"] - 1}, {}),
-    ("eagle3", "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5", dict, {"inner_layers": (3, 5, 6)}),
-    ("eagle3", "layer numbers +1, inner_layers 1, 3, 4 → 2, 4, 5", dict, {"inner_layers": (1, 3, 4)}),
-    ("eagle3", "layers from high to low, inner_layers 5, 4, 2 → 2, 4, 5", dict, {"inner_layers": (5, 4, 2)}),
-    ("eagle3", "norm_before_residual, norm_before_residual True → False", dict, {"norm_before_residual": True}),
-    ("eagle3", "feature before embedding", halves(*INPUT), {}),
-    (
-        "eagle3",
-        "norms of embedding and feature",
-        exchanged("layers.0.input_norm.weight", "layers.0.hidden_norm.weight"),
-        {},
-    ),
-    ("eagle3", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
-    ("block", "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5", dict, {"inner_layers": (3, 5, 6)}),
-    ("block", "layers in another order", dict, {"inner_layers": (4, 2, 5)}),
-    ("block", "no window", dict, {"window": 4}),
-    ("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
-    ("block", "rotary base, rope_theta 50.0 → ", dict, {"rope_theta": 50.0}),
+NORMS = ("layers.0.input_norm.weight", "layers.0.hidden_norm.weight")
+LLAMA_3 = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+BASE, HIGHER = {"rope_theta": 50.0}, {"inner_layers": (3, 5, 6)}
+ONE_HIGHER = "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]"
+FAULTS = [
+    Fault("eagle3", ONE_HIGHER, config=HIGHER),
+    Fault("eagle2", "labels one slot later", learnt={"labels": 1}),
+    Fault("eagle2", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
+    Fault("eagle2", "feature before embedding", halves("fc.weight")),
+    Fault("eagle2", "rotary pairs side by side", by_head(INTERLEAVED, *QK)),
+    Fault("eagle2", "gate_proj and up_proj exchanged", exchanged(*MLP)),
+    Fault("eagle2", "weights of norms less 1", lambda s: {"layers.0.norm.weight": s["layers.0.norm.weight"] - 1}),
+    Fault("eagle2", "the feature before the norm", learnt={"before_norm": True}, family="llama"),
+    Fault("eagle2", "embeddings times the root", learnt={"scale": 32**0.5}),
+    Fault("eagle2", "the first 50% of a head", by_head(SHARE, *QK), learnt={"rope_at": halfway}),
+    Fault("eagle2", "the target's scaling", dict, {"rope_scaling": None}, {"rope_scaling": LLAMA_3}, "llama, llama3"),
+    Fault("eagle2", "thoughts off", learnt={"texts": "thoughts off"}, family="qwen3"),
+    Fault("eagle3", "layer numbers +1, inner_layers [1, 3, 4] → [2, 4, 5]", config={"inner_layers": (1, 3, 4)}),
+    Fault("eagle3", "layers from high to low, inner_layers [5, 4, 2] → [2, 4, 5]", config={"inner_layers": (5, 4, 2)}),
+    Fault("eagle3", "norm_before_residual, norm_before_residual True", config={"norm_before_residual": True}),
+    Fault("eagle3", "feature before embedding", halves(*INPUT)),
+    Fault("eagle3", "input_norm and hidden_norm exchanged", exchanged(*NORMS)),
+    Fault("eagle3", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
+    Fault("eagle3", "labels one slot later", learnt={"labels": 1}),
+    Fault("eagle3", "the first 50% of a head", by_head(SHARE, *QK), learnt={"rope_at": halfway}),
+    Fault("block", ONE_HIGHER, config=HIGHER),
+    Fault("block", "layers in another order", config={"inner_layers": (4, 2, 5)}),
+    Fault("block", "no window", config={"window": 4}),
+    Fault("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
+    Fault("block", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
+    Fault("block", "labels one slot later", learnt={"labels": 1}),
+    Fault("block", "length of the block, allocation", config={"depth": 7, "allocation": (7,)}),
 ]
-USUAL = (1, 5)  # in `make test`
+USUAL = 2  # in `make test`
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "block"])
+@pytest.mark.parametrize(("family", "kind", "how", "copies"), HEALTHY)
 def test_a_healthy_draft_is_not_accused_nor_are_its_conversions(
-    kind, family, family_target, learnt, diagnose, convert, tmp_path
+    family, kind, how, copies, family_target, learnt, diagnose, convert, tmp_path
 ):
     target, folder = family_target(family)
-    source = learnt(kind, target)
+    source = learnt(kind, target, **how)
     assert diagnose(source, target=target) == [NOTHING]
-    for number, (form, *allocation) in enumerate(FAMILIES[family].get(kind, ())):
-        convert(source, tmp_path / f"{number}", "--output_format", form, target=folder)
-        form = {"vllm": "eagle3", "sglang": "eagle3"}.get(form, form)
-        assert diagnose(tmp_path / f"{number}", form, *allocation, target=target) == [NOTHING]
+    for copy in copies:
+        written, read = copy.split()
+        convert(source, tmp_path / copy, "--output_format", written, target=folder)
+        allocation = [*how["allocation"]] if "allocation" in how else [3] if read == "poss" else None
+        assert diagnose(tmp_path / copy, read, allocation, target=target) == [NOTHING]
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "other", "config"),
-    [pytest.param(*fault, marks=[] if i in USUAL else pytest.mark.nightly) for i, fault in enumerate(FAULTS)],
+    "fault",
+    [
+        pytest.param(each, marks=[pytest.mark.nightly] * (i >= USUAL), id=f"{each.kind} {each.words}")
+        for i, each in enumerate(FAULTS)
+    ],
 )
-def test_a_planted_fault_is_named_first(kind, words, other, config, learnt, diagnose, tmp_path):
-    assert diagnose(planted(learnt(kind), tmp_path / "draft", other, **config))[0].startswith(words)
+def test_a_planted_fault_is_named_first(fault, deep, family_target, learnt, diagnose, tmp_path):
+    target = family_target(fault.family)[0] if fault.family else deep
+    draft = planted(learnt(fault.kind, target, **fault.learnt), tmp_path / "draft", fault.state, **fault.config)
+    assert diagnose(draft, target=target)[0].startswith(fault.words)
 
 
 TWICE = [  # kind, words of both causes, tensors, config
-    (
-        "eagle3",
-        ("layer numbers -1", "norm_before_residual"),
-        dict,
-        {"inner_layers": (3, 5, 6), "norm_before_residual": True},
-    ),
-    ("eagle2", ("feature before embedding", "rotary base"), halves("fc.weight"), {"rope_theta": 50.0}),
-    ("block", ("layer numbers -1", "rotary base"), dict, {"inner_layers": (3, 5, 6), "rope_theta": 50.0}),
+    ("eagle3", (ONE_HIGHER, "norm_before_residual"), dict, HIGHER | {"norm_before_residual": True}),
+    ("eagle2", ("feature before embedding", "the target's rotary base"), halves("fc.weight"), BASE),
+    ("block", (ONE_HIGHER, "the target's rotary base"), dict, HIGHER | BASE),
 ]
 
 
@@ -150,15 +182,15 @@ def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(lear
 
 def test_the_facts_of_a_healthy_draft_do_not_differ(deep, learnt, tmp_path):
     """Its config has an older fingerprint, which is half as long."""
-    spec = load_draft(learnt("eagle2")).config.target
-    older = planted(learnt("eagle2"), tmp_path / "older", target=replace(spec, fingerprint=spec.fingerprint[:16]))
-    lines = facts(load(str(older), "ours", None, deep))
+    spec = load_draft(learnt("eagle3")).config.target
+    older = planted(learnt("eagle3"), tmp_path / "older", target=replace(spec, fingerprint=spec.fingerprint[:16]))
+    lines = facts(*load(str(older), "ours", None, deep))
     assert any(line.startswith("fingerprint") for line in lines) and not any(line.endswith("differs") for line in lines)
 
 
 def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path):
     wide = write_target(tmp_path / "wide", hidden_size=64)
-    printed = examine(learnt("eagle2"), target=wide).splitlines()
+    printed = examine(learnt("eagle3"), target=wide).splitlines()
     assert printed[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
 
 
@@ -167,7 +199,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_pa
     write_store(tmp_path / "store", deep, talks()[:8], layers=(2, 4, 5), **SIZES)
     store, folder = FeatureStore(tmp_path / "store"), learnt("eagle3")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
-    reading, texts = load(str(folder), "ours", None, deep).reading, SampleSource(deep, tmp_path, {}, 0, store, 8)
+    reading, texts = load(str(folder), "ours", None, deep)[0], Texts(deep, tmp_path, FROM_STORE, 0, store, 8)
     training = SpecialistTraining(
         str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder)
     )
@@ -207,8 +239,8 @@ def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_fold
     (command,) = commands(shell((ROOT / "docs" / "doctor.md").read_text()), T=deep_folder)
     verb, draft, *words = command.words
     printed = examine(tmp_path / draft, *words)
-    assert verb == "doctor" and "layer numbers -1, inner_layers 3, 5, 6 → 2, 4, 5: position 1 from" in printed
-    assert 'for vllm: "eagle_aux_hidden_state_layer_ids": [2, 4, 5]' in printed
+    assert verb == "doctor" and "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]: position 1 from" in printed
+    assert "for vllm: eagle_aux_hidden_state_layer_ids [3, 5, 6] → [2, 4, 5]" in printed
     print(printed)  # for the page, with `-s`
     fixed, healthy = (load_draft(each) for each in (tmp_path / "fixed", learnt("eagle3")))
     assert fixed.config.aux_layers == healthy.config.aux_layers
