@@ -51,9 +51,8 @@ def read(target: Target, text: TokenizedText) -> Sample:
         slots = slice(max(start, 1) - 1, stop - 1)
         greedy[slots] = target.logits(features[0, slots]).argmax(-1)
     layers = torch.cat([inner[0], features[0, :, None]], dim=1)
-    return Sample(
-        text.id, tokens, greedy, text.spans, features[0], layers, [draw and Draw.of(draw) for draw in text.draws]
-    )
+    draws = [Draw.of(draw) if draw else None for draw in text.draws]
+    return Sample(text.id, tokens, greedy, text.spans, features[0], layers, draws)
 
 
 @dataclass(frozen=True, eq=False)

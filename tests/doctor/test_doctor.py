@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.files import facts, load
@@ -194,12 +195,13 @@ def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path)
     assert printed[-2:] == [f"hidden_size is 32, and {wide} has 64", FOREIGN]
 
 
-def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path):
-    """To the digit: the same sums of a validation, and the same rounds."""
-    write_store(tmp_path / "store", deep, talks()[:8], layers=(2, 4, 5), **SIZES)
-    store, folder = FeatureStore(tmp_path / "store"), learnt("eagle3")
+def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_of, tmp_path):
+    """To the digit, in the target's own answers and in texts of others: the same sums, and the same rounds."""
+    folder, own = learnt("eagle3"), read_conversations(str(texts_of(deep).folder / "answers.jsonl"))
+    write_store(tmp_path / "store", deep, [*own, *talks()[:8]], layers=(2, 4, 5), **SIZES)
+    store = FeatureStore(tmp_path / "store")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
-    reading, texts = load(str(folder), "ours", None, deep)[0], Texts(deep, tmp_path, FROM_STORE, 0, store, 8)
+    reading, texts = load(str(folder), "ours", None, deep)[0], Texts(deep, tmp_path, FROM_STORE, 0, store, 20)
     training = SpecialistTraining(
         str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder)
     )
