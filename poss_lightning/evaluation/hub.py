@@ -90,19 +90,7 @@ SPECULATORS = {
         file=f"{name}.jsonl",
         questions=None,
     )
-    for name in (
-        *(
-            "HumanEval",
-            "math_reasoning",
-            "qa",
-            "question",
-            "rag",
-            "summarization",
-            "tool_call",
-            "translation",
-            "writing",
-        ),
-    )
+    for name in "HumanEval math_reasoning qa question rag summarization tool_call translation writing".split()
 }
 KNOWN = SIX | SPEED_BENCH | SPECULATORS
 
@@ -143,17 +131,12 @@ def _records(source: str, suite: HubSuite, rows: Iterable[dict]) -> Iterator[tup
 def _explain_errors(source: str) -> Iterator[None]:
     """Within it, an error says in one line why a data set cannot be read."""
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage] of httpx or httpx2, as the hub's client needs
-    )
+    from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage] of the hub's client
 
     try:
         with without_retries():
             yield
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         fault = " ".join(str(error.__cause__ or error).split())
-        if isinstance(error, ConnectionError | HTTPError) and not isinstance(error, HfHubHTTPError):  # no answer
-            hint = "`poss list` shows suites that need no network"
-            raise ConnectionError(f"suite {source!r}: the hub cannot be reached ({fault}); {hint}") from error
-        raise ValueError(f"suite {source!r} cannot be read: {fault}") from error
+        hint = "; `poss list` shows suites that need no network" if isinstance(error, ConnectionError) else ""
+        raise ValueError(f"suite {source!r} cannot be read: {fault}{hint}") from error

@@ -234,7 +234,7 @@ def test_a_hub_out_of_reach_is_reported_in_one_line(tmp_path, monkeypatch, capsy
     copy = data_set(tmp_path / "copy", [{"question": "a"}], "main", "test")
     monkeypatch.setattr(place, unreachable)
     usual = hub_logging.get_verbosity()
-    with pytest.raises(ConnectionError, match=r"the hub cannot be reached \(Couldn't reach.*`poss list`") as caught:
+    with pytest.raises(ValueError, match=r"cannot be read: Couldn't reach.*`poss list`") as caught:
         read_suites([f"hub:gsm8k?repo={copy}"])
     assert "Retrying" not in capsys.readouterr().err + caplog.text and hub_logging.get_verbosity() == usual
     assert "\n" not in str(caught.value)
