@@ -83,6 +83,7 @@ SPEED_BENCH = {
     )
 }
 # The nine sets that vLLM's speculators reports on, pinned: all questions of each, 80 to 164, one prompt a row.
+NINE = "HumanEval", "math_reasoning", "qa", "question", "rag", "summarization", "tool_call", "translation", "writing"
 SPECULATORS = {
     f"speculators_{name.lower()}": HubSuite(
         "RedHatAI/speculator_benchmarks",
@@ -90,7 +91,7 @@ SPECULATORS = {
         file=f"{name}.jsonl",
         questions=None,
     )
-    for name in "HumanEval math_reasoning qa question rag summarization tool_call translation writing".split()
+    for name in NINE
 }
 KNOWN = SIX | SPEED_BENCH | SPECULATORS
 

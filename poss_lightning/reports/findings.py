@@ -13,7 +13,7 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.rounds import BASELINES, Paths, read_rounds, read_runs
 from poss_lightning.files import public_name
 from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, Measure
-from poss_lightning.reports.summary import ALL, MethodSummary, by_choice, by_method, summarise
+from poss_lightning.reports.summary import ALL, MethodSummary, split_trainings, summarise
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.terminal import announced
 
@@ -77,26 +77,19 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
         reference: the method or choice that the others are compared with.
 
     Raises:
-        FileNotFoundError, ValueError: as `read_rounds`, `by_choice` and `summarise`; or of several targets, or of one
-            name for several drafts.
+        FileNotFoundError, ValueError: as `read_rounds`, `split_trainings` and `summarise`; or of several targets, or of
+            one name for several drafts.
     """
     rounds = read_rounds(records)
     runs = read_runs(rounds)
     _check_targets(runs)
     if rounds["choice"].isna().any():  # folders of a sweep tell the trainings of a choice apart
         _check_drafts(runs)
-    groups: dict[tuple, list[str]] = defaultdict(list)
-    for folder in rounds["folder"].unique():
-        groups[_sampling(runs.get(folder, {}))].append(folder)
+    groups = [*rounds.groupby(rounds["folder"].map(lambda folder: _sampling(runs.get(folder, {}))))]
     parts = []
-    for temperature, top_k, top_p in sorted(groups):
-        group = rounds[rounds["folder"].isin(groups[temperature, top_k, top_p])]
+    for (temperature, top_k, top_p), group in groups:
         name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
-        suffix, place = (f", {name}", f"at {name}: ") if len(groups) > 1 else ("", "")
-        try:
-            parts.append(_find(group, runs, baseline, reference, suffix))
-        except ValueError as error:
-            raise ValueError("; ".join([f"{place}{error}", *not_comparable(group, runs)])) from error
+        parts.append(_find(group, runs, baseline, reference, f", {name}" * (len(groups) > 1)))
     timed = next((part for part in parts if part.baseline), parts[0])
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     return timed._replace(
@@ -119,8 +112,7 @@ def _sampling(run: dict[str, Any]) -> tuple[float, int, float]:
 def _find(rounds: pd.DataFrame, runs: Runs, baseline: str, reference: str | None, suffix: str) -> Findings:
     """What rounds of one way of sampling say; `suffix` is added to the names of methods."""
     runs = {folder: runs[folder] for folder in rounds["folder"].unique() if folder in runs}
-    is_sweep = bool(rounds["choice"].notna().any())
-    trainings = by_choice(rounds) if is_sweep else by_method(rounds)
+    trainings = split_trainings(rounds)
     decoded = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
     is_timed = bool(rounds["seconds"].notna().any())  # else all were replayed
     if is_timed and decoded & set(BASELINES) and baseline not in decoded:
@@ -147,7 +139,7 @@ def _find(rounds: pd.DataFrame, runs: Runs, baseline: str, reference: str | None
         rows=[replace(row, method=row.method + suffix) for row in rows],
         baseline=baseline if any(SPEED_UP.name in row.values for row in rows) else None,
         reference=reference,
-        speed=SPEED_UP if is_sweep else SPEED,
+        speed=SPEED if rounds["choice"].isna().all() else SPEED_UP,
         notes=notes,
         answers={name + suffix: own for name, own in answers.items()},
         costs={name + suffix: Costs.read(each) for name, each in costs.items()},

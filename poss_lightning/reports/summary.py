@@ -58,7 +58,7 @@ def summarise(
     """Sum up every method over all prompts, then over each suite if there are several.
 
     Args:
-        trainings: from `by_method` or `by_choice`.
+        trainings: from `split_trainings`.
         baseline: what `speed_up` and `identical` are relative to, where it was decoded beside every training.
         reference: the method that the gains compare the others with.
         depths: K by method; by default, and at least, the most tokens that a round of the method accepted.
@@ -87,23 +87,19 @@ def summarise(
     return rows
 
 
-def by_method(rounds: pd.DataFrame) -> Trainings:
-    """Methods that were each trained once, and decoded beside one another."""
-    methods = split_methods(rounds)
-    return {name: {0: methods} for name in methods}
-
-
-def by_choice(rounds: pd.DataFrame) -> Trainings:
-    """A sweep's choices by training seed, each with the baselines beside it.
+def split_trainings(rounds: pd.DataFrame) -> Trainings:
+    """The trainings of each method or choice, each with what was decoded beside it.
 
     Raises:
         ValueError: only some rounds are of a sweep, two folders are of one choice and seed, a cell has no rounds of its
-            choice, or cells have answers to different prompts.
+            choice; or as `split_methods`.
     """
+    if rounds["choice"].isna().all():
+        methods = split_methods(rounds)
+        return {name: {0: methods} for name in methods}
     if len(apart := rounds.loc[rounds["choice"].isna(), "folder"]):
         raise ValueError(f"{apart.iloc[0]} is not a folder choice=NAME/seed=N, as others are; compare it by itself")
     trainings: dict[str, dict[int, dict[str, pd.DataFrame]]] = {}
-    cells = {}
     for (choice, seed), cell in rounds.groupby(["choice", "seed"], sort=False):
         if len(folders := cell["folder"].unique()) > 1:
             raise ValueError(
@@ -113,8 +109,8 @@ def by_choice(rounds: pd.DataFrame) -> Trainings:
             raise ValueError(f"choice {choice!r}, seed {seed}: no record has this method; there are {', '.join(names)}")
         methods = split_methods(cell[cell["method"].isin([choice, *BASELINES])])
         trainings.setdefault(choice, {})[int(seed)] = methods
-        cells[f"{choice!r}, seed {seed}"] = methods[choice]
-    check_same_prompts(cells)
+    cells = ((choice, seed, own) for choice, by_seed in trainings.items() for seed, own in by_seed.items())
+    check_same_prompts({f"{choice!r}, seed {seed}": own[choice] for choice, seed, own in cells})
     return {choice: dict(sorted(by_seed.items())) for choice, by_seed in trainings.items()}
 
 

@@ -94,7 +94,7 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
     assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
     assert "base.yaml" not in said and "max_new_tokens" not in said
     write_run(tmp_path / "choice=eagle" / "seed=2", [row | {"prompt_tokens": 999} for row in rows], {})
-    with pytest.raises(ValueError, match=r"have prompts of different lengths at .* had 2 different store"):
+    with pytest.raises(ValueError, match=r"have prompts of different lengths at "):
         find(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
     assert (both.baseline, both.speed.name) == ("plain", "tokens_per_second")
     assert "speed-up over plain" in all_tables(both)["Methods"]
     write_run(tmp_path / "T = 1", [row for row in records if row["method"] != "eagle"], {"config": configs["T = 1"]})
-    with pytest.raises(ValueError, match="at T = 1: reference is 'eagle'; these records have the methods"):
+    with pytest.raises(ValueError, match="reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
 
 

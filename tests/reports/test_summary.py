@@ -3,7 +3,7 @@
 import pytest
 
 from poss_lightning.evaluation.rounds import read_rounds, write_rounds
-from poss_lightning.reports.summary import by_method, split_methods, summarise
+from poss_lightning.reports.summary import split_methods, split_trainings, summarise
 from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
 
 RECORDS = make_rows()
@@ -59,7 +59,7 @@ def test_only_shared_seeds_are_paired():
 )
 def test_records_that_cannot_be_compared_are_refused(records, reference, said):
     with pytest.raises(ValueError, match=said):
-        summarise(by_method(frame(records)), reference=reference)
+        summarise(split_trainings(frame(records)), reference=reference)
 
 
 def test_trainings_that_cannot_be_compared_are_refused():

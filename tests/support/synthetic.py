@@ -9,7 +9,7 @@ import pandas as pd
 from scipy.special import expit
 
 from poss_lightning.evaluation.rounds import BASELINES, read_rounds, write_rounds
-from poss_lightning.reports.summary import ALL, by_choice, by_method, summarise
+from poss_lightning.reports.summary import ALL, split_trainings, summarise
 
 SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by position
 
@@ -58,7 +58,7 @@ def frame(rows: list[dict], choice: str | None = None, seed: int | None = None) 
 
 
 def rows_of(rows, **options):
-    found = summarise(by_method(frame(rows)), **({"baseline": "plain"} | options))
+    found = summarise(split_trainings(frame(rows)), **({"baseline": "plain"} | options))
     return {row.method: row for row in found if row.suite == ALL}
 
 
@@ -72,7 +72,7 @@ def make_cells(seeds=(0, 1, 2)):
 
 def over_seeds(cells):
     rounds = pd.concat([frame(rows, *cell) for cell, rows in cells.items()])
-    found = summarise(by_choice(rounds), baseline="plain", reference="eagle")
+    found = summarise(split_trainings(rounds), baseline="plain", reference="eagle")
     return {row.method: row for row in found if row.suite == ALL}
 
 
