@@ -186,28 +186,19 @@ class Sweep:
         try:
             experiment = TypeAdapter(cls).validate_python(read_config(str(file)))
             experiment.check()
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             reason = describe_refusal(error) if isinstance(error, ValidationError) else error
             raise ValueError(f"{file} is not a sweep: {reason}") from error
         return experiment
 
     def check(self) -> None:
-        """Raise ValueError for a wrong field, OSError for a missing config; the message names it."""
+        """Raise ValueError, which names it, for a wrong field."""
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds are {self.seeds}; name none twice")
         check_method_names(self.choices)
-        common = flat(self.fit or {})
         for name, options in {"fit": self.fit, **self.choices}.items():
             if not isinstance(files := (options or {}).get("config", []), list):
                 raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
-            own = common if options is self.fit else flat(options or {})
-            for file in files:
-                given = flat(read_config(find_config(str(file)))).items()
-                if lost := [key for key, value in given if key not in own and common.get(key, value) != value]:
-                    raise ValueError(
-                        f"{file} of {name} sets {', '.join(lost)}, but so does fit, which comes after it: move that "
-                        "from fit to the choices"
-                    )
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
@@ -216,14 +207,15 @@ class Sweep:
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
     def cells(self, experiment: Path) -> list[Cell]:
-        """Every choice of the first seed, then of the second, and so on."""
+        """Every choice of the first seed, then of the second, and so on. What a choice sets counts before `fit`."""
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
         for seed, choice in product(map(int, self.seeds), self.choices):
             given = (self.fit, self.choices[choice], getattr(self, measure))
             common, special, options = (_with_seed(each or {}, seed) for each in given)
-            configs = [*common.pop("config", []), *special.pop("config", [])]
-            layers = [*configs, {"seed_everything": seed, "data": {"seed": seed}}, common, special]
+            seeds = {"seed_everything": seed, "data.seed": seed}
+            seeds |= {name: value for name, value in (flat(common) | flat(special)).items() if name in seeds}
+            layers = [*common.pop("config", []), common, *special.pop("config", []), special, seeds]
             cells.append(Cell(choice, seed, experiment / f"choice={choice}" / f"seed={seed}", layers, measure, options))
         return cells
 

@@ -87,7 +87,7 @@ def commands(monkeypatch) -> Commands:
         if not (folder / "finished").exists():
             ran.record("fit", folder)
             (folder / "fit.yaml").touch()
-            tiny_draft(target, layers[-1]["model"]["allocation"]).save_pretrained(folder / "draft-last")
+            tiny_draft(target, layers[-2]["model"]["allocation"]).save_pretrained(folder / "draft-last")
             (folder / "finished").touch()
         return folder / "draft-last"
 
@@ -228,6 +228,16 @@ def test_a_training_of_different_settings_is_refused(experiment, tmp_path, comma
         sweep(experiment(seeds=[0, 1], replay={"store": "nowhere"}))
 
 
+def test_a_choice_s_file_counts_before_what_all_have_in_common(experiment, tmp_path):
+    """But not before the seed."""
+    (tmp_path / "deep.yaml").write_text("seed_everything: 3\nmodel: {depth: 3}\ndata: {seed: 3}\n")
+    one = {"one": {"config": [str(tmp_path / "deep.yaml")], "model": {"allocation": [2]}}}
+    for fit, seed in (({"model.depth": 2}, 1), ({"model.depth": 2, "data.seed": 7}, 7)):
+        (cell,) = cells_of(experiment(fit=fit, choices=one, seeds=[1]))
+        options = cell.training
+        assert (options["model"]["depth"], options["seed_everything"], options["data"]["seed"]) == (3, 1, seed)
+
+
 def test_settings_are_what_the_sweep_says_however_it_is_nested(experiment):
     common = {"model": {"allocation": [1]}, "trainer.max_steps": 3}
     folder = experiment(fit=common, choices={"one": {"trainer": {"max_steps": 4}}, "two": None})
@@ -311,11 +321,7 @@ REFUSED = [
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
     ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
-    ({"fit": {"config": ["gone.yaml"]}}, "is not a sweep: .*gone.yaml"),
-    (
-        {"fit": {"model": {"depth": 6}}, "choices": {"eagle": {"config": ["draft/eagle.yaml"]}}},
-        r"draft/eagle.yaml of eagle sets model.depth, but so does fit",
-    ),
+    ({"fit": {"config": ["gone.yaml"]}}, "one, seed 0: conf/gone.yaml"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
     # what would fail

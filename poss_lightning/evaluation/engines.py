@@ -8,7 +8,7 @@ import reprlib
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus.formats import Malformed, file_records, parse_line
+from poss_lightning.corpus.formats import file_records, parse_line
 
 HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
 HOW = (
@@ -28,16 +28,12 @@ def read_engine(file: Path) -> list[dict[str, Any]]:
     """
     rows = []
     for number, line in file_records(file):
-        place = f"{file}, line {number}"
         try:
-            values = parse_line(line) if isinstance(line, bytes) else line
-        except Malformed as error:
-            raise ValueError(f"{place}: {error}; {HOW}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{place}: {reprlib.repr(values)} is not a JSON object; {HOW}")
-        if not (accepted := _accepted(place, values)):
-            continue
-        request = values.get("metadata") or {}  # AIPerf's, as lines may stand in order of completion
+            values: Any = parse_line(line) if isinstance(line, bytes) else line
+            accepted, request = _accepted(values), values.get("metadata") or {}  # AIPerf's, in order of completion
+        except (AttributeError, TypeError, ValueError) as error:
+            known = f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted"
+            raise ValueError(f"{known} ({error}): {HOW}") from None
         row = {
             "suite": "requests",
             "id": str(request.get("session_num", number)),
@@ -49,19 +45,16 @@ def read_engine(file: Path) -> list[dict[str, Any]]:
             "accepted": accepted,
             "answer": 0,  # its tokens are unknown
         }
-        rows.append(row)
+        rows += [row] if accepted else []
     if not rows:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return rows
 
 
-def _accepted(place: str, values: dict[str, Any]) -> list[int]:
+def _accepted(values: dict[str, Any]) -> list[int]:
     """Accepted tokens per round of an answer; [] where nothing was drafted."""
-    try:
-        vllm = (values.get("metrics") or {}).get("speculative_decoding")
-        known = vllm or values.get("meta_info") or values.get("spec_decode_acceptance") or {}
-        counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
-        times = counts.items() if isinstance(counts, dict) else enumerate(counts)
-        return known.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"{place}: {reprlib.repr(values)} does not say what each round accepted: {HOW}") from None
+    vllm = (values.get("metrics") or {}).get("speculative_decoding")
+    known = vllm or values.get("meta_info") or values.get("spec_decode_acceptance") or {}
+    counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
+    times = counts.items() if isinstance(counts, dict) else enumerate(counts)
+    return known.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]

@@ -87,11 +87,8 @@ def generate(
     sizes = replace(sizes, lookup=choose_lookup(lookup, bool(draft), tree))
     loaded = load_draft(draft) if draft else None
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
-    if prompt == "-" and not chat:  # of several processes only one comes so far
-        prompt = sys.stdin.read().strip()
-        _check_prompt(prompt)
     config = {name: value for name, value in options.items() if name not in ("compare", "chat", "show", "json")}
-    config |= {"prompt": prompt, **asdict(sizes), "dtype": model.dtype_name, "device": str(model.device)}
+    config |= {**asdict(sizes), "dtype": model.dtype_name, "device": str(model.device)}
     decoder: Decoder = Autoregressive(model)
     if loaded or sizes.lookup:
         decoder = Speculative.from_draft(model, loaded, sizes, tree)
@@ -100,6 +97,7 @@ def generate(
 
     messages: list[dict[str, str]] = []
     for turn, message in enumerate(_messages(prompt, chat)):
+        _check_prompt(message)
         messages.append({"role": "user", "content": message})
         question = Prompt(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
         if compare:  # the first forward takes longer, and would count against one of the two
@@ -107,7 +105,7 @@ def generate(
         if json:
             answer = question.answer(decoder)
             plain = question.answer_plainly(model, answer) if compare else None
-            print(dumps(config | _facts(decoder, answer, plain), ensure_ascii=False))
+            print(dumps(config | {"prompt": message} | _facts(decoder, answer, plain), ensure_ascii=False))
         else:
             answer = _print_answer(question, decoder, show)
             print(f"\n{_speed(answer)}", end="", flush=True)
@@ -156,9 +154,11 @@ def _check_prompt(prompt: str) -> None:
 
 
 def _messages(prompt: str, chat: bool) -> Iterator[str]:
-    """The prompt, and in a chat the lines of stdin, to an empty one or the end."""
-    if not chat or prompt != "-":
+    """The prompt, or what stdin has; in a chat the lines of stdin, to an empty one or the end."""
+    if prompt != "-":
         yield prompt
+    elif not chat:
+        yield sys.stdin.read().strip()
     while chat:
         try:
             line = input("> ").strip()
@@ -169,7 +169,6 @@ def _messages(prompt: str, chat: bool) -> Iterator[str]:
             print(line)  # as a terminal shows what is typed
         if not line:
             return
-        _check_prompt(line)
         yield line
 
 

@@ -87,10 +87,10 @@ def read_rounds(paths: Paths) -> pd.DataFrame:
         FileNotFoundError: no such file, or a folder without rounds.
         ValueError: no path; or a file that is not an engine's.
     """
-    listed = [paths] if isinstance(paths, str | Path) else list(paths)
-    if not listed or any(not str(path).strip() for path in listed):
-        raise ValueError(f"records is {[*map(str, listed)]}; name folders of rounds, or files of engines")
+    listed = [paths] if isinstance(paths, str | Path) else paths
     tables = [_read(file) for path in listed for file in find_rounds(Path(path))]
+    if not tables:
+        raise ValueError("records is []; name folders of rounds, or files of engines")
     return pd.concat(tables, ignore_index=True)
 
 
@@ -118,11 +118,7 @@ def write_rounds(folder: Path, rows: Sequence[Row]) -> None:
     """
     rows = [{**row, **row["seconds"], "answer": _number(row["tokens"])} for row in rows]
     _write_answers(folder, rows)
-    _write(
-        folder / ROUNDS,
-        [{**row, "seconds": row.get("total")} for row in rows],
-        SCHEMA,
-    )
+    _write(folder / ROUNDS, [{**row, "seconds": row.get("total")} for row in rows], SCHEMA)
 
 
 def move_answers(cell: Path, experiment: Path) -> None:
@@ -159,12 +155,11 @@ def _read(file: Path) -> pd.DataFrame:
     is_ours = file.name == ROUNDS
     rounds = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(read_engine(file), SCHEMA).to_pandas()
     cell = re.search(r"/choice=([^/]+)/seed=(\d+)$", file.absolute().parent.as_posix())
-    places = {
-        "choice": (cell and cell[1], "str"),
-        "seed": (cell and int(cell[2]), "Int64"),
-        "folder": (str(file.parent), "str"),
-    }
-    return rounds.assign(**{name: pd.Series(value, rounds.index, kind) for name, (value, kind) in places.items()})
+    return rounds.assign(
+        choice=pd.Series(cell and cell[1], rounds.index, "str"),
+        seed=pd.Series(cell and int(cell[2]), rounds.index, "Int64"),
+        folder=str(file.parent),
+    )
 
 
 def _read_table(file: Path, schema: pa.Schema) -> pd.DataFrame:

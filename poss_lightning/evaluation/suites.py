@@ -77,8 +77,6 @@ def read_suites(
         hub_limit: see `limit`; None for all.
     """
     sources = [sources] if isinstance(sources, str) else sources
-    if sources == []:
-        raise ValueError("suites is []; name at least one, or leave it out for the project's own")
     questions: list[Question] = []
     for source in sources or own_suites():
         for suite in _load(source, limit, strict, hub_limit):

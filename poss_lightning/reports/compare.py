@@ -38,8 +38,6 @@ def compare(
     """
     if html is not None:
         check_file(html, ".html")
-    elif runs:
-        raise ValueError("runs is what a page shows of trainings: name the page by --html")
     found = find(records, baseline=baseline, reference=reference)
     if html is not None:
         from poss_lightning.reports.page import write_page  # imports matplotlib, which is slow
