@@ -4,7 +4,8 @@ import hashlib
 import logging
 import random
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -137,82 +138,67 @@ def benchmark(
         "trainings": trainings,
         "suites": {question.suite: question.source for question in questions},
     }
-    Run(Path(out), model, methods, facts, max_new_tokens, repeats, sampling, seed).decode(questions)
+    decode = partial(decode_question, model, methods, repeats=repeats, seed=seed, limit=max_new_tokens)
+    parts = {f"question-{i:05d}": partial(decode, each, sampling=sampling) for i, each in enumerate(questions)}
+    first = questions[0].first_prompt(model.chat)
+    record(Path(out), facts, parts, model.device, begin=partial(_warm_up, methods, first, max_new_tokens, sampling))
 
 
-@dataclass(frozen=True)
-class Run:
-    """Decodes questions with every method and writes their rounds; each question is a part of the work."""
+def decode_question(
+    target: Target,
+    methods: Mapping[str, Decoder],
+    question: Question,
+    *,
+    repeats: int,
+    seed: int,
+    limit: int,
+    sampling: Sampling = GREEDY,
+) -> list[Row]:
+    """All turns of a question with all methods, in an order drawn for each answer; `plain` gives the context."""
+    rows: list[Row] = []
+    messages, names, chat = list(question.opening), list(methods), target.chat
+    for turn, text in enumerate(question.turns):
+        messages.append({"role": "user", "content": text})
+        prompt = chat.prompt(messages, question.template)
+        if turn and len(prompt) >= (context := target.spec.context):  # the first turn was checked
+            logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
+            break
+        for repeat in range(repeats):
+            place, answers = f"{seed} {question.suite} {question.id} {turn} {repeat}", {}
+            own_seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])  # the same for all methods
+            for name in random.Random(own_seed).sample(names, len(names)):
+                generator = torch.Generator().manual_seed(own_seed)
+                (decoded,) = methods[name].decode([prompt], limit, sampling=sampling, generator=generator)
+                answers[name] = {
+                    "suite": question.suite,
+                    "id": str(question.id),
+                    "turn": turn,
+                    "method": name,
+                    "repeat": repeat,
+                    "prompt_tokens": len(prompt),
+                    "category": question.category or None,
+                    "question": text,
+                    "new_tokens": len(decoded.tokens),
+                    "accepted": [] if name in BASELINES else decoded.accepted,
+                    "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
+                    "tokens": decoded.tokens,
+                    "pieces": pieces_of(chat.text, decoded.tokens),
+                }
+            rows += [answers[name] for name in names]
+        plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
+        if not chat.is_plain(plain) and turn + 1 < len(question.turns):
+            logger.warning(
+                "%s ends after turn %d: its answer has special tokens, so no message can repeat it", question, turn
+            )
+            break
+        messages.append({"role": "assistant", "content": chat.text(plain)})
+    return rows
 
-    folder: Path  # to write
-    target: Target
-    methods: dict[str, Decoder]  # by name; one is `plain`
-    facts: dict[str, Any]  # of run.json: `config`, `methods`, and anything else about the settings
-    max_new_tokens: int
-    repeats: int
-    sampling: Sampling = GREEDY
-    seed: int = 0
 
-    def decode(self, questions: list[Question]) -> None:
-        """Decode every unfinished question, and write the files."""
-        named = ((f"question-{place:05d}", question) for place, question in enumerate(questions))
-        parts = {part: partial(self._decode_question, question) for part, question in named}
-        warm_up = partial(self._warm_up, questions[0])
-        record(self.folder, self.facts, parts, self.target.device, begin=warm_up)
-
-    def _decode_question(self, question: Question) -> list[Row]:
-        """All turns of the question with all methods."""
-        rows: list[Row] = []
-        messages = list(question.opening)
-        names = list(self.methods)
-        for turn, text in enumerate(question.turns):
-            messages.append({"role": "user", "content": text})
-            prompt = self.target.chat.prompt(messages, question.template)
-            if turn and len(prompt) >= (context := self.target.spec.context):  # the first turn was checked
-                logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
-                break
-            for repeat in range(self.repeats):
-                seed, answers = self._answer_seed(question, turn, repeat), {}
-                for name in random.Random(seed).sample(names, len(names)):
-                    generator = torch.Generator().manual_seed(seed)
-                    (decoded,) = self.methods[name].decode(
-                        [prompt], self.max_new_tokens, sampling=self.sampling, generator=generator
-                    )
-                    answers[name] = {
-                        "suite": question.suite,
-                        "id": str(question.id),
-                        "turn": turn,
-                        "method": name,
-                        "repeat": repeat,
-                        "prompt_tokens": len(prompt),
-                        "category": question.category or None,
-                        "question": text,
-                        "new_tokens": len(decoded.tokens),
-                        "accepted": [] if name in BASELINES else decoded.accepted,
-                        "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
-                        "tokens": decoded.tokens,
-                        "pieces": pieces_of(self.target.chat.text, decoded.tokens),
-                    }
-                rows += [answers[name] for name in names]
-            plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
-            if not self.target.chat.is_plain(plain) and turn + 1 < len(question.turns):
-                logger.warning(
-                    "%s ends after turn %d: its answer has special tokens, so no message can repeat it", question, turn
-                )
-                break
-            messages.append({"role": "assistant", "content": self.target.chat.text(plain)})
-        return rows
-
-    def _answer_seed(self, question: Question, turn: int, repeat: int) -> int:
-        """The seed of an answer's draws, the same for all methods, and of the order in which they answer."""
-        place = f"{self.seed} {question.suite} {question.id} {turn} {repeat}"
-        return int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])
-
-    def _warm_up(self, question: Question) -> dict[str, Any]:
-        """Decode a few tokens with every method; return what `tree: auto` measured, for `poss compare`."""
-        prompt = question.first_prompt(self.target.chat)
-        for method in self.methods.values():
-            method.decode([prompt], min(self.max_new_tokens, 16), sampling=self.sampling, generator=torch.Generator())
-        engines = ((name, method) for name, method in self.methods.items() if isinstance(method, Speculative))
-        costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
-        return {"costs": costs} if costs else {}
+def _warm_up(methods: Mapping[str, Decoder], prompt: list[int], limit: int, sampling: Sampling) -> dict[str, Any]:
+    """Decode a few tokens with every method; return what `tree: auto` measured, for `poss compare`."""
+    for method in methods.values():
+        method.decode([prompt], min(limit, 16), sampling=sampling, generator=torch.Generator())
+    engines = ((name, method) for name, method in methods.items() if isinstance(method, Speculative))
+    costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
+    return {"costs": costs} if costs else {}

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from poss_lightning.decoding.decoder import Decoded
+from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation import record as recording
-from poss_lightning.evaluation.benchmark import Run, benchmark
+from poss_lightning.evaluation.benchmark import benchmark, decode_question
 from poss_lightning.evaluation.rounds import ANSWER_KEY, BASELINES, PARTS, read_answers, read_rounds
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.files import read_json
@@ -97,16 +98,16 @@ def test_every_method_gives_the_same_answer_to_every_turn_and_repeat(whole, targ
             assert row.prompt_tokens == len(target.chat.prompt([{"role": "user", "content": row.question}]))
 
 
-def test_the_order_of_methods_is_drawn_for_each_answer(target, tmp_path):
+def test_the_order_of_methods_is_drawn_for_each_answer(target):
     """So none has the same predecessor throughout; and it is the same again after a kill."""
     asked, orders = [Question("s", name, "", ["Hi"]) for name in range(20)], []
-    for place in ("a", "b"):
+    for _ in range(2):
         methods = Mock(**{f"{name}.decode.return_value": [Decoded([5, 6], [0], {"total": 0.1})] for name in METHODS})
         decoders = {name: getattr(methods, name) for name in METHODS}
-        facts = {"command": [], "config": {}, "methods": {}}
-        Run(tmp_path / place, target, decoders, facts, max_new_tokens=8, repeats=1).decode(asked)
+        for question in asked:
+            decode_question(target, decoders, question, repeats=1, seed=0, limit=8)
         called = [name.removesuffix(".decode") for name, *_ in methods.method_calls]
-        orders.append([*zip(*[iter(called[4:])] * 4, strict=True)])  # after the warm-up
+        orders.append([*zip(*[iter(called)] * 4, strict=True)])
     assert orders[0] == orders[1] and {tuple(sorted(order)) for order in orders[0]} == {tuple(sorted(METHODS))}
     assert len({pair for order in orders[0] for pair in pairwise(order)}) == 12  # every other one comes just before
 
@@ -142,7 +143,7 @@ def test_run_json_says_what_was_run_where_and_with_what_and_what_auto_measured(w
 
 def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run, tmp_path, monkeypatch):
     """It writes every record once, and seconds of two machines do not meet in one file."""
-    with dies_after(Run, "_decode_question", 1):
+    with dies_after(module, "decode_question", 1):
         run(tmp_path)
     (receipt,) = (tmp_path / "unfinished").glob("question-*.json")
     begun = [answer["seconds"]["total"] for answer in json.loads(receipt.read_text())]
@@ -223,15 +224,14 @@ def test_a_conversation_that_outgrows_the_context_ends_there_and_the_others_do_n
 
 
 @pytest.mark.parametrize("words", ["plain words", "so <|im_start|> it is"])
-def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, tmp_path, caplog, words):
+def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, caplog, words):
     """Special tokens would be missing, and what stands between them would be run together."""
     methods = {"plain": Mock(), "generate": Mock(), "chain": Mock()}
     for method, text in zip(methods.values(), (words, "other words", "wrong words"), strict=True):
         tokens = target.tokenizer(text).input_ids
         method.decode.return_value = [Decoded(tokens, [0] * (len(tokens) - 1), {"total": 0.1})]
-    facts = {"command": [], "config": {}, "methods": {}}
-    asked = [Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])]
-    Run(tmp_path, target, methods, facts, max_new_tokens=8, repeats=1).decode(asked)
+    for question in (Question("s", 1, "", ["Hi", "And?"]), Question("s", 2, "", ["Hi"])):
+        decode_question(target, methods, question, repeats=1, seed=0, limit=8)
     said = [("user", "Hi"), ("assistant", words), ("user", "And?")]
     messages = [{"role": role, "content": content} for role, content in said]
     first, second = target.chat.prompt(messages[:1]), target.chat.prompt(messages)
@@ -240,4 +240,4 @@ def test_the_plain_answer_is_the_context_for_all_unless_no_text_says_it(target, 
     assert caplog.messages == logged
     for method in methods.values():
         prompts = [prompt for call in method.decode.call_args_list for prompt in call.args[0]]
-        assert prompts == [first, first, *later, first]  # the first warms up
+        assert prompts == [first, *later, first]
