@@ -38,7 +38,7 @@ class MethodSummary:
     prompts: int
     seeds: tuple[int, ...]
     rounds: int
-    values: dict[str, Estimate]
+    values: dict[str, Estimate] = field(default_factory=dict)
     gains: dict[str, Comparison] = field(default_factory=dict)
     trainings: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -172,50 +172,30 @@ def _describe(key: tuple) -> str:
 
 
 def _summarise_suite(suite: str, sums: Mapping[str, Mapping[int, Sums]], reference: str | None) -> list[MethodSummary]:
-    measured = {name: _measure(by_seed) for name, by_seed in sums.items()}
-    gains = _compare(measured, reference) if reference else {}
-    return [
-        MethodSummary(
-            suite,
-            name,
-            prompts=len(next(iter(by_seed.values())).prompts),
-            seeds=tuple(by_seed),
-            rounds=int(sum(one.reach[:, 0].sum() for one in by_seed.values())),
-            values={m.name: m.estimate([*own.values()]) for m, own in measured[name].items()},
-            gains=gains.get(name, {}),
-            trainings={
-                m.name: {seed: float(one.values[0]) for seed, one in own.items()} for m, own in measured[name].items()
-            },
-        )
-        for name, by_seed in sums.items()
-    ]
-
-
-def _measure(by_seed: Mapping[int, Sums]) -> dict[Measure, dict[int, Jackknife]]:
-    """Every measure that the rounds define, by training seed; every position, also those that no round reaches."""
-    found: dict[Measure, dict[int, Jackknife]] = {}
-    for seed, sums in by_seed.items():
-        positions = [position(k) for k in range(1, sums.reach.shape[1])] if sums.drafted.any() else []
-        for measure in (*MEASURES, *positions):
-            one = measure.jackknife(sums)
-            if measure in positions or np.isfinite(one.values[0]):
-                found.setdefault(measure, {})[seed] = one
-    return found
-
-
-def _compare(
-    measured: dict[str, dict[Measure, dict[int, Jackknife]]], reference: str
-) -> dict[str, dict[str, Comparison]]:
-    """Each method's measures compared with the reference's over the seeds of both; baselines with a baseline alone."""
-    gains: dict[str, dict[str, Comparison]] = {name: {} for name in measured}
-    others = [name for name in measured if name != reference and (reference in BASELINES or name not in BASELINES)]
-    for measure, theirs in measured[reference].items():
-        means = {}
-        for name in others:
-            own = measured[name].get(measure, {})
-            if seeds := [seed for seed in own if seed in theirs]:
-                pairs = [own[seed] for seed in seeds], [theirs[seed] for seed in seeds]
+    rows = {}
+    for name, by_seed in sums.items():
+        (first, *_), rounds = by_seed.values(), sum(own.reach[:, 0].sum() for own in by_seed.values())
+        rows[name] = MethodSummary(suite, name, len(first.prompts), tuple(by_seed), int(rounds))
+    depth = max(own.reach.shape[1] for by_seed in sums.values() for own in by_seed.values()) - 1
+    for measure, k in [*((each, 0) for each in MEASURES), *((position(k), k) for k in range(1, depth + 1))]:
+        found = {name: _measure(measure, k, by_seed) for name, by_seed in sums.items()}
+        theirs, means = found.get(reference or "", {}), {}
+        for name, own in ((name, own) for name, own in found.items() if own):
+            rows[name].values[measure.name] = measure.estimate([*own.values()])
+            rows[name].trainings[measure.name] = {seed: float(one.values[0]) for seed, one in own.items()}
+            is_compared = name != reference and (reference in BASELINES or name not in BASELINES)
+            if is_compared and (shared := [seed for seed in own if seed in theirs]):
+                pairs = ([each[seed] for seed in shared] for each in (own, theirs))
                 means[name] = mean_over(*pairs, logs=measure.logs)
         for name, gain in compare_means(means, measure.logs).items():
-            gains[name][measure.name] = gain
-    return gains
+            rows[name].gains[measure.name] = gain
+    return [*rows.values()]
+
+
+def _measure(measure: Measure, k: int, by_seed: Mapping[int, Sums]) -> dict[int, Jackknife]:
+    """A measure by training seed, where the rounds define it; of a position k also where no round reaches it."""
+    drafted = {
+        seed: sums for seed, sums in by_seed.items() if k < sums.reach.shape[1] and (not k or sums.drafted.any())
+    }
+    found = {seed: measure.jackknife(sums) for seed, sums in drafted.items()}
+    return {seed: one for seed, one in found.items() if k or np.isfinite(one.values[0])}
