@@ -267,24 +267,21 @@ def sweep(folder: str, shard: str = "1/1") -> None:
 
 
 def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
-    """Raise ValueError for trainings made with different settings, or one of this share that would fail; name it."""
-    changed, coming = {}, {cell.folder.resolve() for cell in cells if not cell.is_done}
+    """Raise ValueError for a training made with different settings, or one of this share that would fail; name it."""
+    coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
     for cell in tqdm(cells, desc="check", delay=5, leave=False):
         try:
             if names := cell.changed():
-                changed[cell.folder] = names
-            elif not changed and cell in share and not cell.is_done:
+                raise ValueError(
+                    f"{cell.folder} was made with other settings ({'; '.join(names)}): rename the experiment or the "
+                    f"choice, or remove the folder; to copy an experiment, copy its {SETTINGS} alone"
+                )
+            if cell in share and not cell.is_done:
                 cell.check(coming)
         except Exception as error:
             if not is_user_error(error):
                 raise
             raise ValueError(f"{folder / SETTINGS}: {cell.name}: {error}") from error
-    if changed:
-        first, names = next(iter(changed.items()))
-        raise ValueError(
-            f"{first} was made with other settings ({'; '.join(names)}), as {len(changed)} of {len(cells)} were: "
-            f"rename the experiment or the choice, or remove them; to copy an experiment, copy its {SETTINGS} alone"
-        )
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
