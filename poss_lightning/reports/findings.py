@@ -85,11 +85,13 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     _check_targets(runs)
     if rounds["choice"].isna().any():  # folders of a sweep tell the trainings of a choice apart
         _check_drafts(runs)
-    groups = [*rounds.groupby(rounds["folder"].map(lambda folder: _sampling(runs.get(folder, {}))))]
+    ways = {folder: _sampling(runs.get(folder, {})) for folder in rounds["folder"].unique()}
     parts = []
-    for (temperature, top_k, top_p), group in groups:
+    for temperature, top_k, top_p in sorted({*ways.values()}):
+        chosen = [folder for folder, way in ways.items() if way == (temperature, top_k, top_p)]
         name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
-        parts.append(_find(group, runs, baseline, reference, f", {name}" * (len(groups) > 1)))
+        group, suffix = rounds[rounds["folder"].isin(chosen)], f", {name}" * (len({*ways.values()}) > 1)
+        parts.append(_find(group, runs, baseline, reference, suffix))
     timed = next((part for part in parts if part.baseline), parts[0])
     notes = dict.fromkeys(note for part in parts for note in part.notes)
     return timed._replace(
