@@ -74,7 +74,7 @@ def test_no_table_shows_an_order_that_no_engine_says(tmp_path, form):
         ("# HELP vllm:n Number.\n", r"line 1: .* \(not JSON .* --per-request-spec-decode-metrics detailed"),
         (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
         (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
-        (lines({"spec_decode_acceptance": [3, 2, 1]}), "line 1: {.*3, 2, 1.*} does not say what each round accepted"),
+        (lines({"spec_decode_acceptance": [3, 2, 1]}), "line 1: .* does not say what each round accepted"),
         ("[1]", "line 1: 1 does not say"),
     ],
 )

@@ -86,7 +86,7 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, tr
         assert compose(*configs, seed, common, special) == expected, (configs, common, special)
         assert compose(*configs, *map(str, files)) == expected
 
-        own = Sweep({"a": special | {"config": configs}}, [11], fit=common, replay={"store": "x"})
+        own = Sweep({"a": special}, [11], fit=common | {"config": configs}, replay={"store": "x"})
         (cell,) = own.cells(place / "experiment")
         assert cell.training == expected
         with pytest.raises(ValueError, match="has no draft-last"):
