@@ -119,7 +119,10 @@ def benchmark(
     trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
-        methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
+        try:
+            methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
+        except ValueError as error:
+            raise ValueError(f"draft {drafts[name]}: {error}") from error
         trainings[method] = describe_training(drafts[name])
     config |= {
         **asdict(sizes),

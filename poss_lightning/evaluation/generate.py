@@ -102,14 +102,12 @@ def generate(
         question = Prompt(model.chat.prompt(messages), max_new_tokens, sampling, seed + turn)
         if compare:  # the first forward takes longer, and would count against one of the two
             question._replace(limit=1).answer(Autoregressive(model))
+        answer = question.answer(decoder) if json else _print_answer(question, decoder, show)
+        plain = question.answer_plainly(model, answer) if compare else None
         if json:
-            answer = question.answer(decoder)
-            plain = question.answer_plainly(model, answer) if compare else None
             print(dumps(config | {"prompt": message} | _facts(decoder, answer, plain), ensure_ascii=False))
         else:
-            answer = _print_answer(question, decoder, show)
-            print(f"\n{_speed(answer)}", end="", flush=True)
-            print(_comparison(answer, question.answer_plainly(model, answer), model.dtype_name) if compare else "")
+            print(f"\n{_speed(answer)}{_comparison(answer, plain, model.dtype_name) if plain else ''}")
             if isinstance(decoder, Speculative) and (why := decoder.why_plain):
                 logger.info("%s. --tree fixed drafts nevertheless", why)
         messages.append({"role": "assistant", "content": model.chat.text(answer.tokens)})

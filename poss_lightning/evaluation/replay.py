@@ -84,7 +84,7 @@ def replay(
     drafters, stored, warnings = {}, {}, {}
     for name, source in drafts.items():
         draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
-        chosen = check_store(features, draft.config)
+        chosen = check_store(features, draft.config, f"draft {source}")
         if chosen.layers not in stored:
             stored[chosen.layers] = _read_answers(chosen, embed_head)
         drafters[name] = make_drafter(draft, embed_head, sizes)
@@ -119,10 +119,10 @@ def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> lis
     return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
 
 
-def check_store(store: FeatureStore, draft: DraftConfig) -> FeatureStore:
+def check_store(store: FeatureStore, draft: DraftConfig, name: str = "the draft") -> FeatureStore:
     """Return the store with the layers that a draft reads; ValueError where it lacks them, or has another target."""
     if difference := draft.target.difference(store.target):
-        raise ValueError(f"{store.folders[0]} is of another target than the draft: {difference}")
+        raise ValueError(f"{store.folders[0]} is of another target than {name}: {difference}")
     return store.select(draft.aux_layers)
 
 
