@@ -41,7 +41,7 @@ HELD_OUT, HELD_OUT_TOKENS = 24, 128  # conversations, the corpus's last, and whe
 VALIDATIONS = 4  # of a training, besides the first; all five take as long as `VALIDATION_STEPS` steps
 VALIDATION_STEPS = 60
 STEP_TOKENS = 500  # tokens read by the embedded target in the time of a training step
-TIMING_TOKENS = 160  # tokens written by it in the time in which `auto` times the trees of a method
+TIMING_TOKENS = 220  # tokens written by it in the time in which `auto` times the trees of a method
 SUITES, METHODS = 6, 8  # plain decoding, prompt lookup, and three drafts, each with and without lookup
 VOCABULARY = 4096  # most tokens that the trained drafts may propose: the most common in the corpus
 TREE = {"nodes": 20, "tree_width": 4}  # on which held-out τ is measured, as in conf/demo.yaml
@@ -55,7 +55,7 @@ CURVES = "localhost:6006/#custom_scalars"
 
 
 class Sizes(NamedTuple):
-    """How much the demo does."""
+    """Says how much the demo does."""
 
     conversations: int  # of the shipped corpus, to train on
     steps: int  # of the training of each draft, a multiple of `VALIDATIONS`
@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     max_new_tokens: int  # of an answer, at most
 
     def seconds(self, read: float, write: float) -> float:
-        """How long the demo takes, roughly, with a target that reads and writes so many tokens a second."""
+        """Estimate how long the demo takes with a target that reads and writes so many tokens a second."""
         extracting = 1.3 * (self.conversations * CONVERSATION_TOKENS + HELD_OUT * HELD_OUT_TOKENS) / read
         training = 2 * (self.steps + VALIDATION_STEPS) * STEP_TOKENS / read
         answering = METHODS * (SUITES * self.limit * self.max_new_tokens + TIMING_TOKENS) / write
@@ -249,7 +249,7 @@ def describe_learning(folder: Path, steps: int) -> str:
 
 
 def _exactness(folder: Path) -> str:
-    """How many float32 answers equal plain decoding's, token for token."""
+    """Say how many float32 answers equal plain decoding's, token for token."""
     methods = split_methods(read_rounds(folder))
     plain = methods.pop(PLAIN)
     equal = [same for answers in methods.values() for same in answers["answer"] == plain["answer"]]

@@ -36,7 +36,7 @@ def list(name: str | None = None) -> None:
 
 
 def config_text(name: str) -> str:
-    """The text of a config of the package. Raises FileNotFoundError for any other name."""
+    """Return the text of a config of the package. Raises FileNotFoundError for any other name."""
     known, short = conf_names(), name.removeprefix("conf/")
     if short not in known:
         near = "".join(f"did you mean {each}? " for each in get_close_matches(short, known, 1))
@@ -45,13 +45,13 @@ def config_text(name: str) -> str:
 
 
 def configs() -> Iterator[Row]:
-    """Each YAML file, by its path in conf/; its first line is a comment that says what it is."""
+    """List YAML files, each by its path in conf/; its first line is a comment that says what it is."""
     for name in conf_names():
         yield name, conf(name).read_text().partition("\n")[0].removeprefix("# ")
 
 
 def drafts() -> Iterator[Row]:
-    """Each shipped draft, described by its config.json."""
+    """List shipped drafts, each described by its config.json."""
     for name in shipped():
         path = SHIPPED / name / CONFIG
         config = DraftConfig.from_json(path.read_text(), path)
@@ -62,7 +62,7 @@ def drafts() -> Iterator[Row]:
 
 
 def suites() -> Iterator[Row]:
-    """The project's own suites, each with its first question, and those of the hub, each with its data set."""
+    """List the project's own suites, each with its first question, and those of the hub, each with its data set."""
     for name in own_suites():
         questions = read_suites([name])
         first = " ".join(questions[0].turns[0].split())

@@ -6,9 +6,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from poss_lightning.demo import LADDER, SPARE, TRAINED, VALIDATIONS, Sizes, _fit, demo, plan_sizes
+from poss_lightning.demo import LADDER, SPARE, TRAINED, VALIDATIONS, Sizes, _fit, demo, describe_learning, plan_sizes
 from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.reports.measures import TAU_MICRO
 from poss_lightning.reports.scalars import read_scalars
+from poss_lightning.reports.statistics import Estimate
 from poss_lightning.target.model import Target
 from tests.support.talks import shortened
 from tests.support.tiny import tiny_draft, write_target
@@ -40,6 +42,14 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
     with pytest.raises(ValueError, match=r"holds a different store \(dtype '\w+', now 'float16'\)"):
         demo(str(folder), str(target), **drafts, dtype="float16")
+
+
+def test_learning_is_told_from_the_first_validation_to_the_replay(tmp_path, monkeypatch):
+    rows = [SimpleNamespace(method=name, values={TAU_MICRO.name: Estimate(1.5, 1.4, 1.6)}) for name in TRAINED]
+    monkeypatch.setattr("poss_lightning.demo.find", lambda folder: SimpleNamespace(overall=rows))
+    monkeypatch.setattr("poss_lightning.demo.read_scalars", lambda folder: {"": {"val/tau_tree": [(0, 1.0), (9, 1.4)]}})
+    rise = "from 1.00 to 1.50 (1.40…1.60) with"
+    assert describe_learning(tmp_path, 10).endswith(f" went {rise} HASS, and {rise} PosS-2.")
 
 
 def test_it_trains_on_the_gpu_that_it_decodes_on(target, tmp_path, monkeypatch):

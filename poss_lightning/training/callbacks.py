@@ -236,14 +236,14 @@ class LastCheckpoint(Checkpoint):
 
 
 def _validates(trainer: lightning.Trainer) -> bool:
-    """Whether a validation follows the step, in any process: a time limit may differ between them."""
+    """Return whether a validation follows the step, in any process: a time limit may differ between them."""
     loop = trainer.fit_loop
     follows = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
     return trainer.strategy.reduce_boolean_decision(follows, all=False)
 
 
 def _is_last_step(trainer: lightning.Trainer) -> bool:
-    """Whether the training ends after this step, and writes its last checkpoint."""
+    """Return whether the training ends after this step, and writes its last checkpoint."""
     return trainer.global_step in (trainer.max_steps, trainer.estimated_stepping_batches)
 
 

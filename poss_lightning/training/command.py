@@ -104,7 +104,7 @@ class Training(LightningCLI):
         return self.config[self.config.subcommand]
 
     def printed(self) -> dict[str, Any]:
-        """The options as `--print_config` prints them."""
+        """Return the options as `--print_config` prints them."""
         return yaml.safe_load(self._parser(self.config.subcommand).dump(self.options, skip_unset=False))
 
     # --- options ---

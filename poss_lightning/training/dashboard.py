@@ -199,7 +199,7 @@ def _log_all_but_epoch(log: Callable[..., None], metrics: Mapping[str, float], s
 
 
 def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:
-    """The TensorBoard writer of a running training, in the first process; else None."""
+    """Return the TensorBoard writer of a running training, in the first process; else None."""
     if trainer.sanity_checking or trainer.state.fn != "fit" or not trainer.is_global_zero:
         return None
     return next((logger.experiment for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)

@@ -74,7 +74,7 @@ def export(
 def _cut(
     draft: Specialists, source: str, size: int, corpus: str | None, target: str, split: str, limit: int | None
 ) -> Specialists:
-    """The draft with the vocabulary that `export` describes."""
+    """Return the draft with the vocabulary that `export` describes."""
     total = draft.config.target.vocab_size
     if draft.config.own_head:
         raise ValueError(f"{source} has a head of its own, whose vocabulary is chosen when it is trained")
@@ -102,7 +102,7 @@ def _cut(
 
 
 def restrict_vocabulary(draft: Specialists, vocabulary: Tensor | None) -> Specialists:
-    """A copy with the same weights that proposes only `vocabulary`: (V,) token ids, ascending; None for all."""
+    """Return a copy with the same weights that proposes only `vocabulary`: (V,) token ids, ascending; None for all."""
     restricted = copy.deepcopy(draft)
     restricted.config = replace(draft.config, vocabulary_size=None if vocabulary is None else len(vocabulary))
     restricted.vocabulary = vocabulary
@@ -125,7 +125,7 @@ def _load_draft(checkpoint: Path) -> Specialists:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a training checkpoint: only tensors and plain values, so no code in the file runs.
+    """Load a training checkpoint: only tensors and plain values, so no code in the file runs.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -53,7 +53,7 @@ def validate(*layers: Layer) -> None:
 
 
 def command_line(*layers: Layer) -> list[str]:
-    """The arguments of `poss fit` for these layers; a mapping becomes YAML in the line itself."""
+    """Return the arguments of `poss fit` for these layers; a mapping becomes YAML in the line itself."""
     given = (
         layer if isinstance(layer, str) else yaml.safe_dump(dict(layer), default_flow_style=True, width=inf)
         for layer in layers
@@ -67,7 +67,7 @@ def compose(*layers: Layer) -> dict[str, Any]:
 
 
 def build(*layers: Layer) -> DraftConfig | None:
-    """The draft that `fit` would train, after its data, module and trainer have been made. Raises as `fit` does.
+    """Return the config of the draft that `fit` would train, after building all that it needs. Raises as `fit` does.
 
     None for online features, whose target would have to be loaded: then only the options are parsed.
     """

@@ -15,7 +15,7 @@ Number = TypeVar("Number", float, Tensor)
 
 @cache
 def empty_draft(config: DraftConfig) -> Specialists:
-    """A draft on the meta device: its parameters have shapes, but take no memory."""
+    """Build a draft on the meta device: its parameters have shapes, but take no memory."""
     size = config.vocabulary_size
     with torch.device("meta"):
         return make_draft(config, None if size is None else torch.arange(size, device="cpu"))

@@ -199,7 +199,7 @@ class SpecialistTraining(lightning.LightningModule):
         return losses.total
 
     def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
-        """A subclass's own loss of each pass (K,), summed over slots; None for none.
+        """Return a subclass's own loss of each pass (K,), summed over slots; None for none.
 
         It is added to `loss`, and weighted over passes and averaged over the optimizer step as that is.
 
@@ -234,7 +234,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     @property
     def _logs(self) -> bool:
-        """Whether values of the current step are logged."""
+        """Return whether values of the current step are logged."""
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         return every > 0 and (self.trainer.global_step + 1) % every == 0
 
@@ -269,7 +269,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     @property
     def stage(self) -> str:
-        """What the names of logged values begin with: val, or test in `trainer.test`."""
+        """Return what the names of logged values begin with: val, or test in `trainer.test`."""
         return "test" if self.trainer.testing else "val"
 
     def _warn_of_training(self, source: SampleSource, indices: Iterable[int]) -> None:
@@ -306,7 +306,7 @@ class SpecialistTraining(lightning.LightningModule):
         find_top: bool = True,
         chains: Tensor | None = None,
     ) -> tuple[PassLosses, list[Tensor]]:
-        """The losses of `depth` unrolled passes, and K predictions (B, T-1, D).
+        """Compute the losses of `depth` unrolled passes, and K predictions (B, T-1, D).
 
         There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}. The weights of
         `chains` are on the host.
@@ -344,7 +344,7 @@ class SpecialistTraining(lightning.LightningModule):
         return losses, predictions
 
     def _unrolled(self, batch: Batch, losses: PassLosses, chains: Tensor | None = None) -> dict[str, Any]:
-        """The arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
+        """Return arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
         return {
             "proposals": self.draft.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
             "greedy": batch.greedy[:, 1:-1],
@@ -369,5 +369,5 @@ class SpecialistTraining(lightning.LightningModule):
 
 
 def _slot_counts(batch: Batch) -> Tensor:
-    """The passes that count at each slot, on the host: (B, T-1)"""
+    """Count the passes at each slot, on the host: (B, T-1)"""
     return torch.from_numpy(batch.host_counts[:, :-1])

@@ -36,7 +36,7 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
 
 
 def runs_fused(trainer: lightning.Trainer) -> bool:
-    """Whether AdamW updates all weights in one kernel: on a GPU, unless DeepSpeed divides its state."""
+    """Return whether AdamW updates all weights in one kernel: on a GPU, unless DeepSpeed divides its state."""
     return trainer.strategy.root_device.type not in ("cpu", "mps") and not isinstance(trainer.strategy, DeepSpeed)
 
 
@@ -67,7 +67,7 @@ def check_precision(precision: str) -> None:
 
 
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:
-    """The rate rises over that fraction of the steps, then falls linearly to 0.
+    """Raise the rate over that fraction of the steps, then lower it linearly to 0.
 
     Raises:
         ValueError: the training has no last step.

@@ -69,17 +69,17 @@ def _folder_of_checkpoint(address: str | Path | None) -> Path | None:
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:
-    """The folder of a training. All processes must call this, as a logger broadcasts its name."""
+    """Return the folder of a training. All processes must call this, as a logger broadcasts its name."""
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
 def has_outputs(folder: Path) -> bool:
-    """Whether a training left a draft or a checkpoint there."""
+    """Return whether a training left a draft or a checkpoint there."""
     return any(any(folder.glob(name)) for name in ("draft-best", "draft-last", "checkpoints/*", FINISHED))
 
 
 def was_killed_early(folder: Path) -> bool:
-    """Whether a training there has no checkpoint yet, or was killed before its first."""
+    """Return whether a training there has no checkpoint yet, or was killed before its first."""
     return _work(folder).folder.is_dir() and not (folder / LAST).is_file()
 
 

@@ -65,7 +65,7 @@ class Stop:
     # --- in the main thread ---
 
     def here(self) -> bool:
-        """Whether to stop at this place, which is else passed."""
+        """Return whether to stop at this place; otherwise pass it."""
         with self.lock:
             if not self.asked.is_set():
                 self.place += 1
@@ -86,7 +86,7 @@ class Stop:
         self.closed.set()  # and the thread closes the pipe
 
     def interrupt(self) -> BaseException:
-        """What ends this process: Lightning kills the first where another one ends with a code other than 0."""
+        """Return what ends this process: Lightning kills the first if a different one ends with a code other than 0."""
         if self.rank > 0:
             return SIGTERMException(0)
         return KeyboardInterrupt() if self.number == signal.SIGINT else SIGTERMException(128 + self.number)

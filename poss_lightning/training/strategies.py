@@ -45,7 +45,7 @@ def save_draft(draft: Specialists, folder: Path, writes: bool) -> None:
 
 
 def gather_draft(draft: Specialists, **place: Any) -> Specialists:
-    """The draft in training, undivided, in every process; `place` is as `gather_state` takes it. All must call this.
+    """Gather the undivided draft in every process; `place` is as `gather_state` takes it. All must call this.
 
     Tensors that are already like this are shared, not copied.
     """
@@ -58,7 +58,7 @@ def gather_state(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:
-    """The undivided state of a module in training, weights in `dtype`. All processes must call this.
+    """Gather the undivided state of a module in training, weights in `dtype`. All processes must call this.
 
     A process that does not `keep` it takes part, tensor by tensor, and gets {}.
     """
@@ -175,7 +175,7 @@ class DeepSpeed(DeepSpeedStrategy):
 
     @property
     def overflowed(self) -> bool:
-        """Whether DeepSpeed skipped the last step because a gradient was not finite."""
+        """Return whether DeepSpeed skipped the last step because a gradient was not finite."""
         return bool(getattr(self.model.optimizer, "overflow", False))
 
     @property

@@ -35,7 +35,7 @@ class ValidationMetrics(nn.Module):
             self.drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
 
     def compute(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each pass (K,), 0 without slots; and means (K,) by name, nan there.
+        """Return the loss of each pass (K,), 0 without slots; and means (K,) by name, nan there.
 
         Without any slot all are nan.
         """
