@@ -60,6 +60,7 @@ class Measure(NamedTuple):
             "ratio" by ratio, with means of logarithms.
         from_sums: its value for each row of sums, (Q,); nan where it is not defined.
         form: of its values in tables; a share's ends in %.
+        k: of a pos-acc, its position; 0 of any other.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Measure(NamedTuple):
     scale: Literal["tokens", "ratio", "share"]
     from_sums: Callable[[Sums], Floats]
     form: str = ".2f"
+    k: int = 0
 
     @property
     def logs(self) -> bool:
@@ -116,7 +118,9 @@ MEASURES = [SPEED_UP, SPEED, TAU_MACRO, TAU_MICRO, IDENTICAL]  # in the order of
 @cache
 def position(k: int) -> Measure:
     """pos-acc of position k: the share of rounds that accept it, of those that accept k-1."""
-    return Measure(f"pos_acc_{k}", f"{k}", "share", lambda sums: ratio(sums.reach[:, k], sums.reach[:, k - 1]), ".1%")
+    return Measure(
+        f"pos_acc_{k}", f"{k}", "share", lambda sums: ratio(sums.reach[:, k], sums.reach[:, k - 1]), ".1%", k
+    )
 
 
 def sum_by_prompt(answers: pd.DataFrame, depth: int, plain: pd.DataFrame | None = None) -> Sums:

@@ -177,8 +177,8 @@ def _summarise_suite(suite: str, sums: Mapping[str, Mapping[int, Sums]], referen
         (first, *_), rounds = by_seed.values(), sum(own.reach[:, 0].sum() for own in by_seed.values())
         rows[name] = MethodSummary(suite, name, len(first.prompts), tuple(by_seed), int(rounds))
     depth = max(own.reach.shape[1] for by_seed in sums.values() for own in by_seed.values()) - 1
-    for measure, k in [*((each, 0) for each in MEASURES), *((position(k), k) for k in range(1, depth + 1))]:
-        found = {name: _measure(measure, k, by_seed) for name, by_seed in sums.items()}
+    for measure in (*MEASURES, *map(position, range(1, depth + 1))):
+        found = {name: _measure(measure, by_seed) for name, by_seed in sums.items()}
         theirs, means = found.get(reference or "", {}), {}
         for name, own in ((name, own) for name, own in found.items() if own):
             rows[name].values[measure.name] = measure.estimate([*own.values()])
@@ -192,10 +192,9 @@ def _summarise_suite(suite: str, sums: Mapping[str, Mapping[int, Sums]], referen
     return [*rows.values()]
 
 
-def _measure(measure: Measure, k: int, by_seed: Mapping[int, Sums]) -> dict[int, Jackknife]:
-    """A measure by training seed, where the rounds define it; of a position k also where no round reaches it."""
-    drafted = {
-        seed: sums for seed, sums in by_seed.items() if k < sums.reach.shape[1] and (not k or sums.drafted.any())
-    }
-    found = {seed: measure.jackknife(sums) for seed, sums in drafted.items()}
-    return {seed: one for seed, one in found.items() if k or np.isfinite(one.values[0])}
+def _measure(measure: Measure, by_seed: Mapping[int, Sums]) -> dict[int, Jackknife]:
+    """A measure by training seed, where the rounds define it; pos-acc of all positions, also where none was reached."""
+    if measure.k:
+        by_seed = {seed: own for seed, own in by_seed.items() if own.drafted.any() and measure.k < own.reach.shape[1]}
+    found = {seed: measure.jackknife(own) for seed, own in by_seed.items()}
+    return {seed: one for seed, one in found.items() if measure.k or np.isfinite(one.values[0])}
