@@ -83,7 +83,7 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     rounds = read_rounds(records)
     runs = read_runs(rounds)
     _check_targets(runs)
-    if rounds["choice"].isna().any():  # folders of a sweep tell the trainings of a choice apart
+    if bool(rounds["choice"].isna().any()):  # folders of a sweep tell the trainings of a choice apart
         _check_drafts(runs)
     ways = {folder: _sampling(runs.get(folder, {})) for folder in rounds["folder"].unique()}
     parts = []
@@ -141,7 +141,7 @@ def _find(rounds: pd.DataFrame, runs: Runs, baseline: str, reference: str | None
         rows=[replace(row, method=row.method + suffix) for row in rows],
         baseline=baseline if any(SPEED_UP.name in row.values for row in rows) else None,
         reference=reference,
-        speed=SPEED if rounds["choice"].isna().all() else SPEED_UP,
+        speed=SPEED if bool(rounds["choice"].isna().all()) else SPEED_UP,
         notes=notes,
         answers={name + suffix: own for name, own in answers.items()},
         costs={name + suffix: Costs.read(each) for name, each in costs.items()},

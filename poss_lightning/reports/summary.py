@@ -94,7 +94,7 @@ def split_trainings(rounds: pd.DataFrame) -> Trainings:
         ValueError: only some rounds are of a sweep, two folders are of one choice and seed, a cell has no rounds of its
             choice; or as `split_methods`.
     """
-    if rounds["choice"].isna().all():
+    if bool(rounds["choice"].isna().all()):
         methods = split_methods(rounds)
         return {name: {0: methods} for name in methods}
     if len(apart := rounds.loc[rounds["choice"].isna(), "folder"]):
