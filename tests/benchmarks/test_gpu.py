@@ -34,7 +34,7 @@ def test_every_part_runs_alone_and_all_together(parts, tmp_path, capsys):
     if "rounds" in found:
         rows = {row: figures for row, figures in found["rounds"].items() if row != "copy"}
         assert all(figures["round_ms"] > figures["round_floor_ms"] for figures in rows.values())
-        methods = ("plain", "lookup", "draft", "draft+lookup", "chain")
+        methods = ("plain", "lookup", "draft", "draft, low-rank head", "draft+lookup", "chain")
         texts = (
             "batch 1, 16 tokens, T 0",
             "batch 2, 16 tokens, T 0",
