@@ -211,9 +211,9 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     *[(f"{name} one slot {word}", lambda r, name=name, n=n: {name: getattr(r, name) + n})
       for name in ("tokens", "features", "labels") for n, word in ((-1, "earlier"), (1, "later"))],
     ("the target's rotary base", lambda r: {"rope_theta": r.target.spec.rope_theta}),
-    *[("rotary base", lambda r, theta=theta: {"rope_theta": theta}) for theta in (1e4, 1e5, 5e5, 1e6, 1e7)],
-    ("no scaling of rotary angles", lambda r: {"rope_scaling": None}),
     ("the target's scaling of rotary angles", lambda r: {"rope_scaling": _scaling(r)}),
+    ("no scaling of rotary angles", lambda r: {"rope_scaling": None}),
+    *[("rotary base", lambda r, theta=theta: {"rope_theta": theta}) for theta in (1e4, 1e5, 5e5, 1e6, 1e7)],
     ("Llama 3.1's scaling of rotary angles", lambda r: {"rope_scaling": LLAMA_3}),
     *[(f"the first {share:.0%} of a head's dimensions rotate", lambda r, share=share: _rotated(r, share))
       for share in (0.25, 0.5, 0.75)],

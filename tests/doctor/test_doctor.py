@@ -93,6 +93,7 @@ NORMS = ("layers.0.input_norm.weight", "layers.0.hidden_norm.weight")
 LLAMA_3 = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 BASE, HIGHER = {"rope_theta": 50.0}, {"inner_layers": (3, 5, 6)}
 ONE_HIGHER = "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]"
+LONG, SHORT = {"depth": 7, "allocation": (7,)}, {"depth": 2, "allocation": (2,)}
 FAULTS = [
     Fault("eagle3", ONE_HIGHER, config=HIGHER),
     Fault("eagle2", "labels one slot later", learnt={"labels": 1}),
@@ -120,7 +121,8 @@ FAULTS = [
     Fault("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
     Fault("block", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("block", "labels one slot later", learnt={"labels": 1}),
-    Fault("block", "length of the block, allocation", config={"depth": 7, "allocation": (7,)}),
+    Fault("block", "length of the block, allocation (7,)", dict, LONG, {"block_layers": 3}),
+    Fault("block", "length of the block, allocation (2,) → (6,)", dict, SHORT, {"block_layers": 3, "allocation": (6,)}),
 ]
 USUAL = 2  # in `make test`
 
