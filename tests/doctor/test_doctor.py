@@ -122,7 +122,7 @@ FAULTS = [
     Fault("block", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("block", "labels one slot later", learnt={"labels": 1}),
     Fault("block", "length of the block, allocation (7,)", dict, LONG, {"block_layers": 3}),
-    Fault("block", "length of the block, allocation (2,) → (6,)", dict, SHORT, {"block_layers": 3, "allocation": (6,)}),
+    Fault("block", "length of the block, allocation (2,)", dict, SHORT, {"block_layers": 3, "allocation": (6,)}),
 ]
 USUAL = 2  # in `make test`
 
