@@ -10,7 +10,7 @@ import textwrap
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ STEP_TOKENS = 500  # tokens read by the embedded target in the time of a trainin
 TIMING_TOKENS = 220  # tokens written by it in the time in which `auto` times the trees of a method
 SUITES, METHODS = 6, 8  # plain decoding, prompt lookup, and three drafts, each with and without lookup
 VOCABULARY = 4096  # most tokens that the trained drafts may propose: the most common in the corpus
-TREE = {"nodes": 20, "tree_width": 4}  # on which held-out τ is measured, as in conf/demo.yaml
+TREE: dict[str, Any] = {"nodes": 20, "tree_width": 4}  # on which held-out τ is measured, as in conf/demo.yaml
 TRAINED = {"HASS": "hass", "PosS-2": "poss2"}  # folders of the trainings
 MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}  # on a GPU, on a CPU that multiplies bfloat16 fast, on another
 SPARE = 0.85  # share of these minutes that is planned with
@@ -126,7 +126,7 @@ def demo(
         sizes, dtype = plan_sizes(folder, model, minutes), model.dtype_name
         del model  # each stage loads its own
 
-    place = {"dtype": dtype, "device": device}
+    place: dict[str, Any] = {"dtype": dtype, "device": device}
     _say(1, f"the target reads {sizes.conversations} conversations, and {HELD_OUT} to validate on; features are kept")
     extract(str(CORPUS), str(folder / "features"), target, limit=sizes.conversations, **place)
     extract(_write_held_out(folder), str(folder / "held-out"), target, max_length=HELD_OUT_TOKENS, **place)
@@ -139,13 +139,13 @@ def demo(
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn, with lookups and without")
     drafts = {f"{name}, {sizes.steps} steps": draft for name, draft in drafts.items()}
     drafts = ({public_name(trained): trained} if trained else {}) | drafts
-    common = {"drafts": drafts, "target": target, "limit": sizes.limit, "max_new_tokens": sizes.max_new_tokens}
+    common: dict[str, Any] = {"drafts": drafts, "target": target, "limit": sizes.limit}
+    common["max_new_tokens"] = sizes.max_new_tokens
     records = exact = str(folder / "benchmark")
     benchmark(records, **common, baselines=[PLAIN, "lookup"], tree="auto", lookup=DEFAULT_LOOKUP, **place)
     if dtype != "float32":  # then answers may differ; these must not, with 20 nodes in every round, if they pay or not
         exact = str(folder / "exact")
-        again = {"suites": ["questions"], "baselines": [PLAIN], "nodes": 20, "dtype": "float32", "device": device}
-        benchmark(exact, **common, **again)
+        benchmark(exact, **common, suites=["questions"], baselines=[PLAIN], nodes=20, dtype="float32", device=device)
     found = find(records)
     write_page(found, str(folder / "report.html"), str(folder))
     model = "SmolLM2-135M" if target == "embedded" else public_name(target)
