@@ -1,0 +1,82 @@
+"""Text, stores, sweeps, replay and speed on one GPU: `python experiments/gpu/chain.py runs/gpu`; see README.md.
+
+A command that fails ends no other, but the exit status says so; OUT/logs has what each printed. The same line resumes.
+POSS_DEVICE=cpu runs all of it at tiny sizes.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+HERE, DEVICE = Path(__file__).parent, os.environ.get("POSS_DEVICE", "cuda")
+GPU, STAGES, SWEEPS = DEVICE != "cpu", ("text", "sweeps", "replay", "benchmark"), ("scratch", "tuned")
+DIALOGUES = f"--temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
+SPEED = {"T0": "", "T1": "--temperature 1", "auto": "--tree auto", "no-graphs": "--graphs false"}
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("out", type=Path)
+parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
+parser.add_argument("--steps", type=int, default=1500 if GPU else 2, help="of a training; five trainings share the GPU")
+args, failed = parser.parse_args(), []
+new, asked, dialogues, stores = (256, 8, 2048, 8) if GPU else (16, 1, 2, 2)
+out, pool = args.out, ThreadPoolExecutor(5 if GPU else 1)
+
+
+def poss(name: str, words: str) -> None:
+    with (out / "logs" / f"{name}.log").open("a") as log:
+        done = subprocess.run([sys.executable, "-m", "poss_lightning.cli", *words.split()], stdout=log, stderr=log)
+    print("FAILED" if done.returncode else "ok    ", name, flush=True)
+    failed.extend([name] * bool(done.returncode))
+
+
+def text(seed: int) -> None:
+    """Make a store of texts, every second one of drawn answers; seed 0 is that of answers to the questions."""
+    store = f"{out}/stores/{seed}" if seed else f"{out}/answers"
+    what = f"{DIALOGUES} --seed {seed} --answer_temperature {seed % 2 * 0.7}" if seed else f"--prompts {args.suites}"
+    what += f" --conversations {dialogues} --batch_size {min(dialogues, 256)} --user_tokens {new} --answer_tokens {new}"
+    if not Path(store, "manifest.json").exists():
+        poss(f"text-{seed}", f"synthesize {store}.jsonl.gz {what} --device {DEVICE}")
+        poss(f"features-{seed}", f"extract {store}.jsonl.gz {store} --device {DEVICE}")
+
+
+def prepare(name: str) -> None:
+    """Write OUT/NAME/sweep.yaml: NAME.yaml with the stores and steps of this run."""
+    sweep = yaml.safe_load((HERE / f"{name}.yaml").read_text())
+    sweep["fit"]["data"]["store"] = sorted(str(path.parent) for path in out.glob("stores/*/manifest.json"))
+    sweep["fit"]["trainer"]["max_steps"], sweep["replay"]["store"] = args.steps, f"{out}/answers"
+    if not GPU:
+        sweep["seeds"], sweep["fit"]["trainer"]["accelerator"] = [0], "cpu"
+        sweep["fit"]["data"] |= {"batch_tokens": 256, "workers": 0}
+    (out / name).mkdir(exist_ok=True)
+    (out / name / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+
+
+def measure(name: str, command: str, drafts: dict[str, object]) -> None:
+    given = " ".join(f"--drafts.{draft} {place}" for draft, place in drafts.items())
+    poss(name, f"{command} --out {out / name} {given} --device {DEVICE}")
+    poss(f"table-{name}", f"compare {out / name} --all")
+
+
+(out / "logs").mkdir(parents=True, exist_ok=True)
+if "text" in args.stages:
+    list(pool.map(text, range(stores + 1)))
+if "sweeps" in args.stages:
+    list(map(prepare, SWEEPS))
+    shards = [(f"{name}-{i}", f"sweep {out / name} --shard {i}/2") for name in SWEEPS for i in (1, 2)]
+    list(pool.map(poss, *zip(*shards, strict=True)))
+trained = out.glob("*/choice=*/seed=0/draft-last")
+drafts = {"hass": "embedded-hass"} | {"-".join(path.parts[-4:-2]).replace("choice=", ""): path for path in trained}
+if "replay" in args.stages:
+    measure("replay", f"replay --store {out}/answers --depth 6", drafts)
+if "benchmark" in args.stages:
+    questions = f"benchmark --suites {args.suites} --limit {asked} --max_new_tokens {new} --baselines [plain,lookup]"
+    measure("tau", f"{questions} --depth 6", drafts)
+    for name, more in SPEED.items():
+        measure(name, f"{questions} --lookup 10 {more}", {"hass": "embedded-hass"})
+if failed:
+    sys.exit(f"failed: {', '.join(failed)}; see {out}/logs")
