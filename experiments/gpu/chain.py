@@ -58,7 +58,7 @@ def prepare(name: str) -> None:
 
 def measure(name: str, command: str, drafts: dict[str, object]) -> None:
     given = " ".join(f"--drafts.{draft} {place}" for draft, place in drafts.items())
-    poss(name, f"{command} --out {out / name} {given} --device {DEVICE}")
+    poss(name, f"{command} {given} --device {DEVICE}")
     poss(f"table-{name}", f"compare {out / name} --all")
 
 
@@ -72,11 +72,11 @@ if "sweeps" in args.stages:
 trained = out.glob("*/choice=*/seed=0/draft-last")
 drafts = {"hass": "embedded-hass"} | {"-".join(path.parts[-4:-2]).replace("choice=", ""): path for path in trained}
 if "replay" in args.stages:
-    measure("replay", f"replay --store {out}/answers --depth 6", drafts)
+    measure("replay", f"replay {out}/answers {out}/replay --depth 6", drafts)
 if "benchmark" in args.stages:
-    questions = f"benchmark --suites {args.suites} --limit {asked} --max_new_tokens {new} --baselines [plain,lookup]"
-    measure("tau", f"{questions} --depth 6", drafts)
+    questions = f"--suites {args.suites} --limit {asked} --max_new_tokens {new} --baselines [lookup]"
+    measure("tau", f"benchmark {out}/tau {questions} --depth 6", drafts)
     for name, more in SPEED.items():
-        measure(name, f"{questions} --lookup 10 {more}", {"hass": "embedded-hass"})
+        measure(name, f"benchmark {out / name} {questions} --lookup 10 {more}", {"hass": "embedded-hass"})
 if failed:
     sys.exit(f"failed: {', '.join(failed)}; see {out}/logs")
