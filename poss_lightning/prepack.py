@@ -63,4 +63,4 @@ def prepack(module: nn.Module) -> None:
     """Let every `nn.Linear` within `module` multiply by `product_with`; parameters and their names stay."""
     for layer in module.modules():
         if type(layer) is nn.Linear and "forward" not in vars(layer):  # as accelerate's hooks set it
-            layer.forward = product_with(layer.weight, layer.bias)
+            layer.forward = product_with(layer.weight, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]

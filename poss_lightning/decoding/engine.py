@@ -68,11 +68,12 @@ class Speculative(Decoder):
         graphs: bool | None = None,
     ):
         plan = plan or Plan()
-        plan = replace(plan, depth=drafter.depth) if plan.depth is None else plan
+        depth = drafter.depth if plan.depth is None else plan.depth
+        plan = replace(plan, depth=depth)
         if tree not in ("fixed", "auto"):
             raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
-        if plan.depth > drafter.depth:
-            raise ValueError(f"depth is {plan.depth}, and the drafter's {drafter.depth}; it must not be deeper")
+        if depth > drafter.depth:
+            raise ValueError(f"depth is {depth}, and the drafter's {drafter.depth}; it must not be deeper")
         if tree == "auto" and target.device.type == "cpu":
             plan = replace(plan, tree_width=min(plan.tree_width, CPU_WIDTH))
         self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree

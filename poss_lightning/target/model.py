@@ -359,7 +359,7 @@ def decoding_copy(model: PreTrainedModel) -> Any:
     they never change, but their code asks the device whether they should, which a CUDA graph cannot.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied = copy.deepcopy(model.base_model, shared).eval()
+    copied: Any = copy.deepcopy(model.base_model, shared).eval()
     config = copied.config.get_text_config()
     if config._attn_implementation == "sdpa":  # eager attention caps its scores, or adds to them
         config._attn_implementation = GROUPED
