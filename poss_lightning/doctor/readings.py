@@ -144,7 +144,7 @@ def heads(reading: Reading, order: Tensor) -> Changes:
 
 def lent(reading: Reading, **rows: Tensor) -> Changes:
     """Take an embedding, or a head, that is not the target's."""
-    own = {part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")}
+    own: dict[str, Any] = {part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")}
     return {"embed_head": EmbedHead(**own | rows)}
 
 
