@@ -144,8 +144,8 @@ def heads(reading: Reading, order: Tensor) -> Changes:
 
 def lent(reading: Reading, **rows: Tensor) -> Changes:
     """Take an embedding, or a head, that is not the target's."""
-    own: dict[str, Any] = {part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")}
-    return {"embed_head": EmbedHead(**own | rows)}
+    parts: Changes = {part: getattr(reading.embed_head, part) for part in ("embedding", "head", "scale", "cap")} | rows
+    return {"embed_head": EmbedHead(**parts)}
 
 
 def bfloat16(reading: Reading) -> Changes:

@@ -95,8 +95,8 @@ BASE, HIGHER = {"rope_theta": 50.0}, {"inner_layers": (3, 5, 6)}
 ONE_HIGHER = "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]"
 LONG, SHORT = {"depth": 7, "allocation": (7,)}, {"depth": 2, "allocation": (2,)}
 FAULTS = [
-    Fault("eagle3", ONE_HIGHER, config=HIGHER),
     Fault("eagle2", "labels one slot later", learnt={"labels": 1}),
+    Fault("eagle3", ONE_HIGHER, config=HIGHER),
     Fault("eagle2", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("eagle2", "feature before embedding", halves("fc.weight")),
     Fault("eagle2", "rotary pairs side by side", by_head(INTERLEAVED, *QK)),
@@ -124,7 +124,7 @@ FAULTS = [
     Fault("block", "length of the block, allocation (7,)", dict, LONG, {"block_layers": 3}),
     Fault("block", "length of the block, allocation (2,)", dict, SHORT, {"block_layers": 3, "allocation": (6,)}),
 ]
-USUAL = 2  # in `make test`
+USUAL = 1  # in `make test`, beside the worked example
 
 
 @pytest.mark.nightly
