@@ -87,7 +87,8 @@ class Speculative(Decoder):
         self.each_round = target.device.type == "cpu"  # the planner chooses anew
         self.trials = 0  # rounds to come that draft a whole tree
         self.now: Costs | None = None  # of a round of the texts in hand
-        self.settled: Plan | None = None  # elsewhere, until costs change
+        self.settled: Plan | None = None  # elsewhere, until the next text or other costs
+        self.due = False  # whether it must be chosen again
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -268,7 +269,7 @@ class Speculative(Decoder):
         """Texts begin: measure costs that are not known, or by which drafting does not pay."""
         if self.tree == "fixed":
             return
-        key, self.settled = self._key(), None
+        key, self.due = self._key(), True
         self.planner = self.planners.setdefault(sampling, Planner(self.plan, self.target.device))
         known = self.measured.get(key)
         doubted = known is not None and key not in self.confirmed and self.planner.why_plain(known)
@@ -291,8 +292,8 @@ class Speculative(Decoder):
             return self.planner.choose(self.now, found, whole=self.trials > 0)
         if self.trials:
             return self.plan
-        if self.settled is None or self.now is not before:
-            self.settled = self.planner.choose(self.now, None)
+        if self.settled is None or self.due or self.now is not before:
+            self.settled, self.due = self.planner.choose(self.now, None, kept=self.settled), False
         return self.settled
 
     def _learn(self, done: Round) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from poss_lightning.decoding.budget import SELDOM, TREES, TRIALS, Planner
+from poss_lightning.decoding.budget import BETTER, SELDOM, TREES, TRIALS, Planner
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import join
 from poss_lightning.decoding.plans import Plan
@@ -82,6 +82,10 @@ def test_the_plan_is_the_best_of_all(seed):
     chosen = planner.choose(machine, found)
     assert rate((chosen.depth, chosen.nodes, chosen.lookup)) == pytest.approx(best, rel=1e-5)
     assert planner.choose(machine, found, whole=True).depth == 3
+    for depth, nodes, count in itertools.product(range(1, 4), (4, 6, 8), (0, 4)):  # a new plan takes new graphs
+        kept = Plan(depth, nodes, lookup=count)
+        stays = planner.choose(machine, found, kept=kept) == kept
+        assert stays == (rate((depth, nodes, count)) * BETTER > best)
 
 
 def play(planner: Planner, machine: Costs, texts: int, claims=CLAIMS, looked_up=0.0, matching=1.0):
