@@ -83,7 +83,7 @@ def test_rows_with_graphs_ask_for_them_so_that_a_failed_capture_is_an_error(monk
     monkeypatch.setattr(gpu, "copy_rate", lambda *_: 1.0)
     monkeypatch.setattr(gpu, "_large_target", lambda *_: tiny_target())
     rows = {row: measure for row, measure in gpu.rounds(gpu.TINY, "cuda") if row != "copy"}
-    assert len(rows) == 40 and {measure.args[0].keywords["graphs"] for measure in rows.values()} == {True, False}
+    assert len(rows) == 48 and {measure.args[0].keywords["graphs"] for measure in rows.values()} == {True, False}
     assert all(("no graphs" in row) is not measure.args[0].keywords["graphs"] for row, measure in rows.items())
 
 

@@ -19,6 +19,14 @@ from tests.support.ranks import STRATEGIES
 from tests.support.resuming import LAST, fit, same_weights
 
 
+@pytest.fixture(autouse=True)
+def hear_sigint():
+    """A job that a shell runs in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def stop(store, folder, number, batch, *, every=1000, times=1, hook="on_train_batch_start", **options) -> int:
     """Train until a signal in a batch of training or its validation, which leaves no handler; return the step saved."""
 
