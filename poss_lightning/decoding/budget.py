@@ -20,8 +20,8 @@ from poss_lightning.decoding.trees import Tree, node_depths
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # of trees; few, so that few shapes occur
 TRIALS = 2  # rounds of a text that draft to the full depth
-SELDOM = 8  # where drafting does not pay, one of so many texts has them
-LEAST = 8  # nodes that they verify
+SELDOM = 8  # where drafting does not pay, one text in so many has them
+LEAST = 8  # nodes that they verify, at least
 BETTER = 1.03  # speed-up of a new plan that justifies its new graphs
 TREES = 16  # whole trees that the average reaches back to
 

@@ -325,7 +325,7 @@ class Speculative(Decoder):
             return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft, self.root, plan))
-        shared = _VERIFY.setdefault(self.target.model, {}).setdefault(key, {})
+        shared = _VERIFY.setdefault(self.target.model, {}).setdefault((key, self.graphs.enabled), {})
         with announced("timing draft steps and verification"):
             steps, most = getattr(self.drafter, "steps", self.drafter.depth), plan.nodes + plan.lookup
             measured = costs.measure(draft, steps, verify, most, self.target.device, {} if again else shared)

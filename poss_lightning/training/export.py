@@ -40,7 +40,7 @@ def export(
     vocabulary_size: Size | None = None,
     corpus: str | None = None,
     head_rank: Size | None = None,
-    head_rows: Size = 128,
+    head_rows: Size = DraftConfig.head_rows,
     store: str | None = None,
     target: str = "embedded",
     split: str = "train",
