@@ -200,10 +200,8 @@ def draft_bytes(drafter: TreeDrafter, slots: int) -> int:
     At each step layer, head, keys and values; between steps `fc` and the projections.
     """
     draft, total, head = drafter.specialists, 0, drafter.embed_head.head
-    read_of_head = head.nbytes
-    if rank := draft.config.head_rank:
-        rows = drafter.plan.tree_width * draft.config.head_rows
-        read_of_head = head.itemsize * (rank * sum(head.shape) + rows * head.shape[1])
+    rank, rows = draft.config.head_rank, drafter.plan.tree_width * draft.config.head_rows
+    read_of_head = head.itemsize * (rank * sum(head.shape) + rows * head.shape[1]) if rank else head.nbytes
     projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
     for k in range(1, drafter.depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]

@@ -21,10 +21,10 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
 parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
-parser.add_argument("--steps", type=int, default=1500 if GPU else 2, help="of a training; five trainings share the GPU")
+parser.add_argument("--steps", type=int, default=1500 if GPU else 2, help="of a training; four trainings share the GPU")
 args, failed = parser.parse_args(), []
 new, asked, dialogues, stores = (256, 8, 2048, 8) if GPU else (16, 1, 2, 2)
-out, pool = args.out, ThreadPoolExecutor(5 if GPU else 1)
+out, pool = args.out, ThreadPoolExecutor(4 if GPU else 1)
 
 
 def poss(name: str, words: str) -> None:
