@@ -21,7 +21,7 @@ from poss_lightning.doctor.measure import (
     unrolled,
 )
 from poss_lightning.doctor.readings import Reading, changes
-from poss_lightning.doctor.texts import ANSWERS, DRAWN, FROM_STORE, LONG, SWITCHES, Texts, ask
+from poss_lightning.doctor.texts import ANSWERS, DRAWN, FROM_STORE, LONG, SWITCHES, TargetAnswers, ask
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.suites import digest, read_suites
 from poss_lightning.features.manifest import MANIFEST
@@ -106,7 +106,7 @@ def doctor(
     work = Work(folder / MEASURED)
     asked = ask(model, questions) if questions else FROM_STORE
     stored = FeatureStore(store) if store else None
-    case = Case(work, Texts(model, folder, asked, answer_tokens, stored, limit))
+    case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
     settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
     settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}
     with work.exclusive(wait=False):
@@ -125,7 +125,7 @@ class Case:
     """What was measured so far, and on which texts."""
 
     work: Work
-    texts: Texts
+    texts: TargetAnswers
 
     def measured(
         self, name: str, reading: Reading, measure: Callable[..., Counts] = unrolled, every: int = 1

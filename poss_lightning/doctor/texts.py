@@ -56,7 +56,7 @@ def read(target: Target, text: TokenizedText) -> Sample:
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class TargetAnswers:
     """The target's answers to questions, written to `folder`, or those of a store; read when they are asked for."""
 
     target: Target

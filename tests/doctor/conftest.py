@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning import cli
 from poss_lightning.doctor.command import Case, find_causes
 from poss_lightning.doctor.files import load
-from poss_lightning.doctor.texts import ANSWERS, Texts, ask
+from poss_lightning.doctor.texts import ANSWERS, TargetAnswers, ask
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
@@ -54,13 +54,15 @@ def family_target(tmp_path_factory) -> Callable[[str], tuple[Target, str]]:
 
 
 @pytest.fixture(scope="session")
-def texts_of(prompts, tmp_path_factory) -> Callable[[Target], Texts]:
+def texts_of(prompts, tmp_path_factory) -> Callable[[Target], TargetAnswers]:
     """The answers of a target, which are written and read once."""
     questions = read_suites(prompts)
 
     @cache
-    def answer(target: Target) -> Texts:
-        return Texts(target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions))
+    def answer(target: Target) -> TargetAnswers:
+        return TargetAnswers(
+            target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions)
+        )
 
     return answer
 

@@ -16,7 +16,7 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING
 from poss_lightning.doctor.files import facts, load
 from poss_lightning.doctor.measure import engine_acceptance, replayed, unrolled
-from poss_lightning.doctor.texts import FROM_STORE, Texts
+from poss_lightning.doctor.texts import FROM_STORE, TargetAnswers
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling
 from poss_lightning.evaluation.replay import replay_rounds
@@ -203,7 +203,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
     write_store(tmp_path / "store", deep, [*own, *talks()[:8]], layers=(2, 4, 5), **SIZES)
     store = FeatureStore(tmp_path / "store")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
-    reading, texts = load(str(folder), "ours", None, deep)[0], Texts(deep, tmp_path, FROM_STORE, 0, store, 20)
+    reading, texts = load(str(folder), "ours", None, deep)[0], TargetAnswers(deep, tmp_path, FROM_STORE, 0, store, 20)
     training = SpecialistTraining(
         str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder)
     )
