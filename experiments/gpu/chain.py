@@ -50,8 +50,10 @@ def prepare(name: str) -> None:
     sweep["fit"]["data"]["store"] = sorted(str(path.parent) for path in out.glob("stores/*/manifest.json"))
     sweep["fit"]["trainer"]["max_steps"], sweep["replay"]["store"] = args.steps, f"{out}/answers"
     if not GPU:
-        sweep["seeds"], sweep["fit"]["trainer"]["accelerator"] = [0], "cpu"
-        sweep["fit"]["data"] |= {"batch_tokens": 256, "workers": 0}
+        sweep["seeds"], fit = [0], sweep["fit"]
+        fit["data"] |= {"batch_tokens": 256, "workers": 0}
+        fit["model"] |= {"vocabulary_size": 2048, "optimizer": "adamw"}  # Muon's bfloat16 is slow on many CPUs
+        fit["trainer"] |= {"accelerator": "cpu", "limit_val_batches": 1}
     (out / name).mkdir(exist_ok=True)
     (out / name / "sweep.yaml").write_text(yaml.safe_dump(sweep))
 
