@@ -1,7 +1,7 @@
 """Text, stores, sweeps, replay and speed on one GPU: `python experiments/gpu/chain.py runs/gpu`; see README.md.
 
 A command that fails ends no other, but the exit status says so; OUT/logs has what each printed. The same line resumes.
-POSS_DEVICE=cpu runs all of it at tiny sizes.
+--tiny runs all of it at tiny sizes, on a CPU too: POSS_DEVICE=cpu.
 """
 
 import argparse
@@ -14,17 +14,18 @@ from pathlib import Path
 import yaml
 
 HERE, DEVICE = Path(__file__).parent, os.environ.get("POSS_DEVICE", "cuda")
-GPU, STAGES, SWEEPS = DEVICE != "cpu", ("text", "sweeps", "replay", "benchmark"), ("scratch", "tuned")
+STAGES, SWEEPS = ("text", "sweeps", "replay", "benchmark"), ("scratch", "tuned")
 DIALOGUES = f"--temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
 SPEED = {"T0": "", "T1": "--temperature 1", "auto": "--tree auto", "no-graphs": "--graphs false"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
 parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
-parser.add_argument("--steps", type=int, default=1500 if GPU else 2, help="of a training; four trainings share the GPU")
+parser.add_argument("--steps", type=int, default=1500, help="of a training; four trainings share the GPU")
+parser.add_argument("--tiny", action="store_true")
 args, failed = parser.parse_args(), []
-new, asked, dialogues, stores = (256, 8, 2048, 8) if GPU else (16, 1, 2, 2)
-out, pool = args.out, ThreadPoolExecutor(4 if GPU else 1)
+new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, 8, 2048, 8)
+out, pool = args.out, ThreadPoolExecutor(1 if DEVICE == "cpu" else 4)
 
 
 def poss(name: str, words: str) -> None:
@@ -49,11 +50,12 @@ def prepare(name: str) -> None:
     sweep = yaml.safe_load((HERE / f"{name}.yaml").read_text())
     sweep["fit"]["data"]["store"] = sorted(str(path.parent) for path in out.glob("stores/*/manifest.json"))
     sweep["fit"]["trainer"]["max_steps"], sweep["replay"]["store"] = args.steps, f"{out}/answers"
-    if not GPU:
+    sweep["fit"]["trainer"]["accelerator"] = "gpu" if DEVICE == "cuda" else DEVICE
+    if args.tiny:
         sweep["seeds"], fit = [0], sweep["fit"]
         fit["data"] |= {"batch_tokens": 256, "workers": 0}
         fit["model"] |= {"vocabulary_size": 2048, "optimizer": "adamw"}  # Muon's bfloat16 is slow on many CPUs
-        fit["trainer"] |= {"accelerator": "cpu", "limit_val_batches": 1}
+        fit["trainer"] |= {"max_steps": 2, "limit_val_batches": 1}
     (out / name).mkdir(exist_ok=True)
     (out / name / "sweep.yaml").write_text(yaml.safe_dump(sweep))
 
