@@ -70,6 +70,9 @@ class Reductions(lightning.Callback):
     def on_train_batch_end(self, trainer, pl_module, *_):
         self.step = 0  # what checkpoints gather is not counted
 
+    def on_train_end(self, trainer, pl_module):
+        self.draft = gather_draft(pl_module.draft)  # afterwards Lightning takes the module from the GPU
+
 
 def keeps_no_copy(trainer: lightning.Trainer) -> None:
     """Where processes share weights and moments, only the first has a copy of all at a checkpoint."""
@@ -118,8 +121,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         prepare(trainer.strategy)
         keeps_no_copy(trainer)
         trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
-        draft = gather_draft(module.draft)
         if trainer.is_global_zero:
-            save_file(draft.state_dict(), folder / "weights.safetensors")
+            save_file(reductions.draft.state_dict(), folder / "weights.safetensors")
             del reductions.steps[0]
             (folder / "reduced.json").write_text(json.dumps(reductions.steps))
