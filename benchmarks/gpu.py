@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -61,7 +60,7 @@ class Scale(NamedTuple):
     layers: int = 32
     steps: tuple[tuple[str, int], ...] = (("8B", 2048), ("8B", 8192), ("135M", 4096))  # sizes and slots of a step
     small_sizes: tuple[int, ...] = train.SMOLLM2
-    batches: tuple[int, ...] = (1, 4, 16)  # texts side by side
+    batches: tuple[int, ...] = (4, 16)  # texts side by side
     nodes: int = 60
     prompt_tokens: int = 512
     long_tokens: int = 7900  # with the rounds nearly the whole context
@@ -76,7 +75,7 @@ TINY = Scale(
     layers=2,
     steps=(("8B", 64), ("135M", 32)),
     small_sizes=(32, 48, 4, 2, 8, 300),
-    batches=(1, 2),
+    batches=(2, 3),
     nodes=8,
     prompt_tokens=16,
     long_tokens=40,
@@ -114,12 +113,14 @@ def rounds(scale: Scale, device: str) -> Rows:
             ("chain", draft, Plan(6, 7, 1)),
         )
     }
-    texts = [(batch, scale.prompt_tokens, 0.0) for batch in scale.batches]
-    texts += [(1, scale.prompt_tokens, 1.0), (1, scale.long_tokens, 0.0)]
-    modes = {"no graphs": False} | ({"graphs": True} if device == "cuda" else {})
-    for (batch, tokens, temperature), mode in product(texts, modes):
+    texts = [(1, scale.prompt_tokens, 0.0), (1, scale.prompt_tokens, 1.0), (1, scale.long_tokens, 0.0)]
+    texts += [(batch, scale.prompt_tokens, 0.0) for batch in scale.batches]
+    cases = [(*text, device == "cuda") for text in texts]
+    cases[1:1] = [(*texts[0], False)] * (device == "cuda")
+    for batch, tokens, temperature, graphs in cases:
+        mode = "graphs" if graphs else "no graphs"
         for name, make in methods.items():
-            make, limit = partial(make, graphs=modes[mode]), 1 + (scale.repeats + WARMUP) * (DEFAULT_LOOKUP + 1)
+            make, limit = partial(make, graphs=graphs), 1 + (scale.repeats + WARMUP) * (DEFAULT_LOOKUP + 1)
             generator = torch.Generator().manual_seed(0)
             prompts = torch.randint(target.spec.vocab_size, (batch, tokens), generator=generator).tolist()
             request = Request(prompts, limit, frozenset(), Sampling(temperature), generator)

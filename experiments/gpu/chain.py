@@ -14,18 +14,19 @@ from pathlib import Path
 import yaml
 
 HERE, DEVICE = Path(__file__).parent, os.environ.get("POSS_DEVICE", "cuda")
-STAGES, SWEEPS = ("text", "sweeps", "replay", "benchmark"), ("scratch", "tuned")
+STAGES, SWEEPS = ("text", "sweeps", "replay", "benchmark"), {"scratch": 3, "tuned": 2}  # shards
 DIALOGUES = f"--temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
 SPEED = {"T0": "", "T1": "--temperature 1", "auto": "--tree auto", "no-graphs": "--graphs false"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
 parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
-parser.add_argument("--steps", type=int, default=1500, help="of a training; four trainings share the GPU")
+parser.add_argument("--asked", type=int, default=8, help="questions of each file that are decoded")
+parser.add_argument("--steps", type=int, default=1500, help="of a training; five trainings share the GPU")
 parser.add_argument("--tiny", action="store_true")
 args, failed = parser.parse_args(), []
-new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, 8, 2048, 8)
-out, pool = args.out, ThreadPoolExecutor(1 if DEVICE == "cpu" else 4)
+new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, args.asked, 2048, 5)
+out, pool = args.out, ThreadPoolExecutor(1 if DEVICE == "cpu" else 6)
 
 
 def poss(name: str, words: str) -> None:
@@ -71,8 +72,10 @@ if "text" in args.stages:
     list(pool.map(text, range(stores + 1)))
 if "sweeps" in args.stages:
     list(map(prepare, SWEEPS))
-    shards = [(f"{name}-{i}", f"sweep {out / name} --shard {i}/2") for name in SWEEPS for i in (1, 2)]
-    list(pool.map(poss, *zip(*shards, strict=True)))
+    shards = [(name, f"{i}/{n}") for name, n in SWEEPS.items() for i in range(1, n + 1)]
+    list(
+        pool.map(lambda name, i: poss(f"{name}-{i[0]}", f"sweep {out / name} --shard {i}"), *zip(*shards, strict=True))
+    )
 trained = out.glob("*/choice=*/seed=0/draft-last")
 drafts = {"hass": "embedded-hass"} | {"-".join(path.parts[-4:-2]).replace("choice=", ""): path for path in trained}
 if "replay" in args.stages:
