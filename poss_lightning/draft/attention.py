@@ -16,8 +16,6 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, fle
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
 QUERY_ROWS = 128  # queries whose scores exist at once: they should stay in a CPU's cache
 FLEX_BLOCK = 128  # slots on a side of FlexAttention's blocks
-# With torch's four warps a forward at d 64 has no registers left on sm_80 and sm_90, and keeps numbers in memory.
-KERNEL_OPTIONS = {"fwd_num_warps": 8}
 
 
 class Packing(NamedTuple):
@@ -208,8 +206,7 @@ def flex_block(
         mask = _compiled(create_block_mask)(
             visible, None, None, total, total, device=queries.device, BLOCK_SIZE=FLEX_BLOCK
         )
-    given = {"block_mask": mask, "enable_gqa": True, "kernel_options": KERNEL_OPTIONS}
-    out, found = _compiled(flex_attention)(*laid, **given, return_aux=AuxRequest(lse=True))
+    out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
     return out.transpose(0, 1), norm.transpose(0, 1)
 

@@ -14,7 +14,7 @@ def test_the_demo_runs_and_is_exact_in_float32(device, tmp_path, monkeypatch):
     """With graphs, `tree: auto` and the device's own dtype; on a GPU in bf16-mixed, through FlexAttention."""
     monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
     folder, limit = tmp_path / "demo", 4 if device.type == "cpu" else 64
-    monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 2, 1, limit),))
+    monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 4, 1, limit),))
     demo(str(folder), device=str(device))
     assert (folder / "report.html").is_file()
     methods = split_methods(read_rounds(folder / "exact"))

@@ -15,9 +15,9 @@ PROCESSES = [
     pytest.param(2, ["zero1", "zero2", "zero3"], id="ZeRO", marks=needs_deepspeed),
 ]
 BATCHES, CLIP = 4, 20.0  # of a step; some gradients of this target are longer, some are not
-# Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU. A mean over
-# the wrong slots is 1e-1 away.
-NEAR = 1e-3
+# Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU, and 4e-3 on
+# an H100, whose gradients are 2e-5 from the CPU's. A mean over the wrong slots is 1e-1 away.
+NEAR = 1e-2
 
 
 @pytest.mark.parametrize("world, strategies", PROCESSES)
