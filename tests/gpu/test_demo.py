@@ -17,7 +17,8 @@ def test_the_demo_runs_and_is_exact_in_float32(device, tmp_path, monkeypatch):
     monkeypatch.setattr("poss_lightning.demo.LADDER", (Sizes(60, 4, 1, limit),))
     demo(str(folder), device=str(device))
     assert (folder / "report.html").is_file()
-    methods = split_methods(read_rounds(folder / "exact"))
+    rounded = (folder / "exact").exists()  # in bfloat16 the demo decodes some answers again, in float32
+    methods = split_methods(read_rounds(folder / ("exact" if rounded else "benchmark")))
     plain = methods.pop("plain")
-    assert len(methods) == (7 if device.type == "cpu" else 3)
+    assert len(methods) == (3 if rounded else 7)
     assert all((answers["answer"] == plain["answer"]).all() for answers in methods.values())
