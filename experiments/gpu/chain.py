@@ -21,11 +21,10 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
 parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
-parser.add_argument("--asked", type=int, default=8, help="questions of each file that are decoded")
 parser.add_argument("--steps", type=int, default=1500, help="of a training; five trainings share the GPU")
 parser.add_argument("--tiny", action="store_true")
 args, failed = parser.parse_args(), []
-new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, args.asked, 2048, 5)
+new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, 8, 2048, 5)
 out, pool = args.out, ThreadPoolExecutor(1 if DEVICE == "cpu" else 6)
 
 
@@ -72,17 +71,14 @@ if "text" in args.stages:
     list(pool.map(text, range(stores + 1)))
 if "sweeps" in args.stages:
     list(map(prepare, SWEEPS))
-    shards = [(name, f"{i}/{n}") for name, n in SWEEPS.items() for i in range(1, n + 1)]
-    list(
-        pool.map(lambda name, i: poss(f"{name}-{i[0]}", f"sweep {out / name} --shard {i}"), *zip(*shards, strict=True))
-    )
+    shards = [(name, i, n) for name, n in SWEEPS.items() for i in range(1, n + 1)]
+    list(pool.map(lambda s: poss(f"{s[0]}-{s[1]}", f"sweep {out / s[0]} --shard {s[1]}/{s[2]}"), shards))
 trained = out.glob("*/choice=*/seed=0/draft-last")
 drafts = {"hass": "embedded-hass"} | {"-".join(path.parts[-4:-2]).replace("choice=", ""): path for path in trained}
 if "replay" in args.stages:
     measure("replay", f"replay {out}/answers {out}/replay --depth 6", drafts)
 if "benchmark" in args.stages:
     questions = f"--suites {args.suites} --limit {asked} --max_new_tokens {new} --baselines [lookup]"
-    measure("tau", f"benchmark {out}/tau {questions} --depth 6", drafts)
     for name, more in SPEED.items():
         measure(name, f"benchmark {out / name} {questions} --lookup 10 {more}", {"hass": "embedded-hass"})
 if failed:

@@ -66,6 +66,6 @@ def test_the_shipped_drafts_are_those_of_the_published_figures(name):
 def test_the_chain_for_one_gpu_runs_at_tiny_sizes(tmp_path):
     line = [sys.executable, str(EXPERIMENTS / "gpu" / "chain.py"), str(tmp_path), "--tiny", "--suites", "[questions]"]
     subprocess.run(line, env=os.environ | {"POSS_DEVICE": "cpu"}, check=True)
-    sweeps, decoded = {"scratch": 3, "tuned": 2, "replay": 6}, {"tau": 8, "T0": 4, "T1": 4, "auto": 4, "no-graphs": 4}
+    sweeps, decoded = {"scratch": 3, "tuned": 2, "replay": 6}, {"T0": 4, "T1": 4, "auto": 4, "no-graphs": 4}
     for name, methods in (sweeps | decoded).items():
         assert read_rounds(tmp_path / name)["method"].nunique() == methods, name
