@@ -99,13 +99,11 @@ def rounds(scale: Scale, device: str) -> Rows:
     target, rate = _large_target(scale, device), copy_rate(device, 2**30 if device == "cuda" else 2**22)
     yield "copy", lambda: {"gigabytes_per_second": rate / 1e9}
     draft, tree = random_draft(target, (3, 3)), Plan(6, scale.nodes)
-    low_rank = random_draft(target, (3, 3), head_rank=target.spec.hidden_size // 3)
     methods = {"plain": partial(Autoregressive, target)} | {
         name: partial(Speculative.from_draft, target, own, plan)
         for name, own, plan in (
             ("lookup", None, Plan(lookup=DEFAULT_LOOKUP)),
             ("draft", draft, tree),
-            ("draft, low-rank head", low_rank, tree),
             ("draft+lookup", draft, replace(tree, lookup=DEFAULT_LOOKUP)),
             ("chain", draft, Plan(6, 7, 1)),
         )
@@ -197,14 +195,12 @@ def draft_bytes(drafter: TreeDrafter, slots: int) -> int:
 
     At each step layer, head, keys and values; between steps `fc` and the projections.
     """
-    draft, total, head = drafter.specialists, 0, drafter.embed_head.head
-    rank, rows = draft.config.head_rank, drafter.plan.tree_width * draft.config.head_rows
-    read_of_head = head.itemsize * (rank * sum(head.shape) + rows * head.shape[1]) if rank else head.nbytes
+    draft, total = drafter.specialists, 0
     projected = drafter.kv_weights.nbytes // len(draft.layers)  # weights of one specialist's keys and values
     for k in range(1, drafter.depth + 1):
         layer = draft.layers[draft.config.specialist_at(k)]
         own = sum(parameter.nbytes for parameter in layer.parameters()) - projected
-        total += own + read_of_head
+        total += own + drafter.embed_head.head.nbytes
         total += _cached(drafter.store, slots + (k - 1) * drafter.plan.tree_width)
         if k < drafter.depth:
             readers = len({draft.config.kv_specialist(j, k + 1) for j in range(k + 1, drafter.depth + 1)})

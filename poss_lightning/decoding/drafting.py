@@ -15,7 +15,6 @@ from torch import Tensor
 
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import Tree, root_tree
-from poss_lightning.draft.candidates import CandidateHead
 from poss_lightning.draft.rope import Rope, apply_rope
 from poss_lightning.draft.unroll import Chain
 from poss_lightning.prepack import Product, product_with
@@ -59,8 +58,6 @@ class TreeDrafter:
         self.steps = self.depth  # of a whole tree, one after another
         self.room = self.plan.tree_width * max(self.depth - 1, 0)  # drafted nodes but the last
         self.head_product = None if config.own_head else product_with(head)
-        if config.head_rank:
-            self.head_product = CandidateHead(head, specialists.head_up, specialists.head_down, config.head_rows)
         self.slots = Slots(0, 0, specialists.fc.weight.device)  # none, until `start`
         # Keys and values of several layers in one product: (S, 2 * kv heads * d, Z)
         self.kv_weights = torch.stack([layer.kv_weight() for layer in specialists.layers])

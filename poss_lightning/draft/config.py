@@ -82,9 +82,6 @@ class DraftConfig(DraftOptions):
         norm_eps: added to the mean square in norms; None for the target's.
         inner_layers: the target's layers that an EAGLE-3 or block draft reads; None for those of EAGLE-3's code.
         mask_token: the token whose embedding is the mask of a block draft; None for the last of the vocabulary.
-        head_rank: rank of the product that finds candidates in decoding (`draft/candidates.py`); None reads the whole
-            head.
-        head_rows: rows of the head that are read for each vector then.
         others: those of `DraftOptions`.
 
     Raises:
@@ -100,8 +97,6 @@ class DraftConfig(DraftOptions):
     norm_eps: Annotated[float, Ge(0), Le(1)] | None = None
     inner_layers: tuple[int, ...] | None = None
     mask_token: int | None = None
-    head_rank: Size | None = None
-    head_rows: Size = 128
 
     def __post_init__(self):
         if self.depth is None:
@@ -117,8 +112,6 @@ class DraftConfig(DraftOptions):
                     raise ValueError(f"{name} is {value}, which only kind {kinds} has; this draft is {self.kind}")
         if self.fc_norm and self.norm_before_fc:
             raise ValueError("fc_norm and norm_before_fc are both true; one of them must be false")
-        if self.head_rank is not None and self.head_rank > (width := self.target.hidden_size):
-            raise ValueError(f"head_rank is {self.head_rank}; it must be at most {width}, {self.target.name}'s width")
         if self.one_pass:
             self._check_block()
         self.check_depth(self.depth)

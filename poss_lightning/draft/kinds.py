@@ -77,7 +77,7 @@ class Eagle3(Chain):
         return self.norm(predicted)
 
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
-        return (product or self.lm_head)(self.norm(predicted))
+        return self.lm_head(self.norm(predicted))
 
     def normalise(self, embedded: Tensor, draft_input: Tensor) -> None:
         if self.config.input_norms:  # their output, if all vectors of a layer were equally long

@@ -53,8 +53,6 @@ class Specialists(nn.Module):
     trained_on: frozenset[int] = frozenset()
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
-    head_up: Tensor  # (D, r) of a draft with a `head_rank`
-    head_down: Tensor  # (r, D)
     fc_norm: nn.ModuleList  # of a kind that has `input_norms`
     lm_head: nn.Linear  # of a kind that has its `own_head`
 
@@ -67,9 +65,6 @@ class Specialists(nn.Module):
         self.add_modules(config)
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
-        if rank := config.head_rank:
-            self.register_buffer("head_up", torch.zeros(width, rank))
-            self.register_buffer("head_down", torch.zeros(rank, width))
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -92,7 +87,7 @@ class Specialists(nn.Module):
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
         """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V).
 
-        `product` is how to multiply by the head, the draft's own or that of `embed_head`.
+        `product` is how to multiply by the head of `embed_head`.
         """
         return embed_head.logits(self.head_input(predicted), product)
 

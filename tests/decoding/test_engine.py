@@ -28,10 +28,9 @@ TREES = [  # depth, nodes, tree_width; and what else changes no token
 ]
 EAGLE3 = {"kind": "eagle3", "vocabulary": torch.arange(0, 320, 3), "detach": False}
 BLOCK = {"kind": "block", "block_layers": 2}
-CANDIDATES = {"head_rank": 8, "head_rows": 40}  # of a product that knows nothing
 DRAFTS = {  # layers of the target: allocation, more of the config
     2: [([6], {}), ([1] * 6, {}), ([2, 2, 2], {"kv": "shared"}), ([1, 3, 2], {"vocabulary": torch.arange(0, 320, 5)})],
-    7: [([8], EAGLE3), ([3, 3, 2], EAGLE3 | {"kv": "shared"}), ([1, 3, 4], EAGLE3 | CANDIDATES), ([8], BLOCK)],
+    7: [([8], EAGLE3), ([3, 3, 2], EAGLE3 | {"kv": "shared"}), ([1, 3, 4], EAGLE3), ([8], BLOCK)],
 }
 FLAT = Costs(0.001, dict.fromkeys((1, 2, 4, 8, 12), 1.0))  # trees pay
 LAWS = [
