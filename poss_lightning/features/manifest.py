@@ -52,7 +52,7 @@ class Manifest:
     stored: Stored
     chat_template_kwargs: dict[str, Any]  # variables of the chat template
     layers: tuple[int, ...]  # whose outputs are kept too, as `Target.text_layers` counts them
-    left_out: tuple[str, ...] | None = None  # texts whose features are not finite; None where nobody has looked
+    left_out: tuple[str, ...]  # texts whose features are not finite
 
     @property
     def files(self) -> tuple[FileEntry, ...]:

@@ -166,8 +166,7 @@ def _entry(path: Path, work: Work) -> FileEntry | None:
     """The entry of a shard that is there in the size of its receipt; else None."""
     if (receipt := work.receipt(path.stem)) is None or not path.exists():
         return None
-    if receipt.pop(LEFT_OUT, None) is None:  # of a version that kept everything
-        return None
+    del receipt[LEFT_OUT]
     entry = FileEntry(**receipt)
     return entry if path.stat().st_size == entry.bytes else None
 

@@ -6,9 +6,7 @@ import lightning
 import pytest
 import torch
 
-from poss_lightning.features import shards
 from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.store import FeatureStore
@@ -114,16 +112,3 @@ def test_online_features_count_nothing_in_them_and_leave_the_others_as_they_are(
         assert filled.counts[part].equal(whole.counts[part] * (name != "c4"))
         if name != "c4":
             torch.testing.assert_close(filled.features[part], expected, rtol=1e-2, atol=1e-2)
-
-
-def test_an_older_store_that_has_them_is_refused_by_name(half, tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_greedy", lambda head, read, batch: torch.ones(2, len(read.features)).long())
-    write_store(tmp_path, half, with_marks([4]), **SIZES)
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(',\n "left_out": []', ""))
-    store = FeatureStore(tmp_path)
-    with pytest.raises(
-        StoreError, match=r"1 of 24 texts whose features are not finite in float16: c4; .*Extract again"
-    ):
-        list(store)
-    assert store[0].features.isfinite().all()
