@@ -120,10 +120,19 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_local_links_lead_somewhere(path):
-    """Except in code."""
-    found = ["".join(groups).partition("#")[0] for groups in LINK.findall(CODE.sub("", path.read_text()))]
-    local = [link for link in found if link and not re.match(r"[a-z]+:", link)]
-    assert not [link for link in local if not (path.parent / link).exists()]
+    """To a file, and in a page to a heading; except in code."""
+    for link in map("".join, LINK.findall(CODE.sub("", path.read_text()))):
+        file, _, anchor = link.partition("#")
+        if not re.match(r"[a-z]+:", link):
+            page = path.parent / file if file else path
+            assert page.exists(), link
+            assert not anchor or page.suffix != ".md" or anchor in anchors(page), link
+
+
+def anchors(page: Path) -> set[str]:
+    """Names of a page's headings in links, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)
