@@ -57,7 +57,7 @@ class Chat:
         variables: of the template, for all conversations: `{"enable_thinking": False}`.
 
     Raises:
-        ValueError: the tokenizer gives no offsets or has no chat template, or a variable cannot be one.
+        ValueError: the tokenizer gives no offsets or has no chat template.
     """
 
     def __init__(

@@ -300,7 +300,6 @@ class Target(nn.Module):
                 "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its "
                 "own stands between), so a draft could not share its head"
             )
-        self._check_kept(tokens)
         self._check_tree("")
         if any(self.windows.values()):
             usual = self.config.sliding_window, self.windows
@@ -311,20 +310,6 @@ class Target(nn.Module):
             finally:
                 self.config.sliding_window, self.windows = usual
 
-    def _check_kept(self, tokens: Tensor) -> None:
-        """Raise NotImplementedError where a layer keeps keys and values of other sizes than `new_cache` has."""
-        cache = DynamicCache()
-        self._base_forward(cache, input_ids=tokens)
-        heads = self.spec.kv_heads, self.spec.head_dim
-        for layer in cache.layers:
-            keys, values = layer.keys.shape[1::2], layer.values.shape[1::2]  # pyright: ignore
-            if not keys == values == heads:
-                latent = " (multi-head latent attention is not supported)" if keys != values else ""
-                raise NotImplementedError(
-                    "its layers keep {} keys of {} numbers and {} values of {} for a token, and its config says {} of "
-                    "{} of both{}".format(*keys, *values, *heads, latent)
-                )
-
     def _check_tree(self, suffix: str) -> None:
         """Compare `TREE` after 8 tokens with each of its paths as a separate text."""
         tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
@@ -334,7 +319,7 @@ class Target(nn.Module):
             before = self.tree_features(text, causal_ancestors(8, self.device), cache)  # (1, 8, D)
             cache.append([8])
             tree = self.tree_features(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
-        except (RuntimeError, TypeError, ValueError) as error:  # whatever a mask of an unknown form makes it raise
+        except (RuntimeError, TypeError, ValueError) as error:  # of keys of other sizes, or a mask of an unknown form
             raise NotImplementedError(f"its attention does not take a tree's mask and cache ({error})") from error
         paths = torch.tensor(PATHS, device=self.device)
         plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)

@@ -21,7 +21,6 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thought
 _TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
-_TAKEN = ("messages", "conversation", "add_generation_prompt", "chat_template", "tokenize", "return_dict")
 
 
 def thinking(text: str) -> Message:
@@ -36,7 +35,7 @@ class Template:
     of the variable `strftime_now`, by default today.
 
     Raises:
-        ValueError: there is no template, or a variable cannot be one.
+        ValueError: there is no template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, variables: Variables | None = None):
@@ -46,18 +45,9 @@ class Template:
                 "save a template as chat_template.jinja beside tokenizer.json"
             )
         self._tokenizer, self._source = tokenizer, tokenizer.get_chat_template()
-        given = dict(variables or {})
-        if taken := [name for name in given if name in _TAKEN]:
-            raise ValueError(f"chat_template_kwargs has {taken[0]!r}; it must name variables of the template")
         self._today = self._render([{"role": "user", "content": ""}], {}, template=_ISO_DATE)  # by the templates' clock
         today = {_TODAY: self._today} if _TODAY in str(tokenizer.chat_template) else {}
-        self.variables: dict[str, Any] = today | given
-        try:
-            date.fromisoformat(self.variables.get(_TODAY, self._today))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"chat_template_kwargs: {_TODAY} is {given[_TODAY]!r}; it must be a date, as {self._today}"
-            ) from error
+        self.variables: dict[str, Any] = today | dict(variables or {})
         used = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in self._source}
         self.digest = hashlib.sha256(json.dumps([self._source, used], sort_keys=True).encode()).hexdigest()[:16]
         self.opens_answers = "add_generation_prompt" in self._source

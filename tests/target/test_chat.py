@@ -285,8 +285,6 @@ def test_variables_reach_the_template_and_a_conversations_own_go_first():
     assert decode(chat, chat.prompt([user("a")])).endswith("<think>\n\n</think>\n\n")
     assert decode(chat, chat.prompt([user("a")], {"enable_thinking": True})).endswith("assistant\n")
     assert words(chat, chat_of(["one", "two"])) == ["one<|im_end|>", "two<|im_end|>"]
-    with pytest.raises(ValueError, match="chat_template_kwargs has 'messages'"):
-        Chat(tiny_tokenizer(), variables={"messages": []})
 
 
 @pytest.mark.parametrize("form", ["'%d %b %Y'", "form", "format='%d' ~ ' %b %Y'"])
