@@ -3,7 +3,6 @@
 A draft learns best from its target's own answers, and this needs no data.
 """
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
@@ -14,7 +13,6 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.draws import last_draws
-from poss_lightning.corpus.formats import lines
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.chat import Chat
@@ -73,8 +71,8 @@ def read_openings(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        text = b"".join(line for _, line in lines(Path(file))).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        text = Path(file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"openings {file} cannot be read, it must hold one text per line: {error}") from error
     if not (found := [line for line in text.splitlines() if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")

@@ -149,7 +149,9 @@ class FeatureStore(SampleSource):
         """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""
         stored = self.manifest.stored
         size = vector_bytes(self.target.hidden_size, self._dtype, stored)
-        raw = torch.from_numpy(_bytes(columns, row, name).copy())
+        _, offsets, blobs = columns[name].buffers()  # a scalar of Arrow would be a copy
+        start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
+        raw = torch.from_numpy(np.frombuffer(blobs, np.uint8)[start:stop].copy())
         return decode(raw.view(-1, count, size), stored, self._dtype)
 
 
@@ -166,10 +168,3 @@ def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) ->
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
     """A list of a row, as the file's own memory."""
     return columns[name][row].values.to_numpy()
-
-
-def _bytes(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
-    """A blob of a row, as the file's own memory; a scalar of Arrow would be a copy."""
-    _, offsets, blobs = columns[name].buffers()
-    start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
-    return np.frombuffer(blobs, np.uint8)[start:stop]

@@ -227,8 +227,6 @@ def tokenize(
         report_left_out("{} conversations that the target cannot read", refused, len(conversations), strict)
     if not texts:
         raise CorpusError(f"none of the {len(conversations)} conversations has an answer within {max_length} tokens")
-    if tell and (repeated := len(conversations) - len({conversation.digest for conversation in conversations})):
-        logger.warning("%d conversations are there more than once", repeated)
     if tell and short:
         logger.warning(
             "left out %d texts without two tokens of an answer for the loss among the first %d", short, max_length
