@@ -19,7 +19,7 @@ from tests.support.inputs import write_inputs
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target, write_target
 
-if "POSS_DEVICE" not in os.environ:  # as `make test-gpu` and `make test-vllm` set it; other tests use no GPU
+if os.environ.get("POSS_DEVICE", "cpu") == "cpu":  # `make test-gpu` and `make test-vllm` set it; others use no GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     pretended.register()  # beside a GPU, torch would pin memory for it, and autograd would wait for its streams
 for name in [*os.environ]:  # settings of the user's shell, or of the cluster's job in which the tests run
