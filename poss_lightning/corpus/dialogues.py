@@ -67,7 +67,7 @@ def write_dialogues(
 
 
 def read_openings(file: str | None) -> list[str]:
-    """The lines of a text file that are not blank; ValueError where there are none."""
+    """Read the non-blank lines of a text file; ValueError if there are none."""
     if file is None:
         return []
     try:
@@ -80,7 +80,7 @@ def read_openings(file: str | None) -> list[str]:
 
 
 def _records(corpus: CorpusWriter, write: "partial[list[Messages]]", seed: int) -> Iterator[dict]:
-    """Conversations without end, no two with the same first message, while the target writes new ones."""
+    """Yield conversations with distinct first messages for as long as the target writes new ones."""
     known: set[str] = set()
     without_new = 0  # batches in a row
     for number in count():
@@ -102,7 +102,7 @@ def _records(corpus: CorpusWriter, write: "partial[list[Messages]]", seed: int) 
 def _write_batch(
     loop: PlainLoop, turns: int, user: Choice, answer: Choice, openings: Sequence[str], size: int, seed: int
 ) -> list[Messages]:
-    """`size` conversations, without those that have an empty message, or special tokens inside a message.
+    """Write `size` conversations; drop those with an empty message or special tokens inside one.
 
     One that fills the target's context ends with the last answer that has room.
     """
@@ -136,7 +136,7 @@ def _write_batch(
 
 
 def _message(chat: Chat, role: str, opening: str, tokens: list[int]) -> Message | None:
-    """What `role` wrote after an opening; None where it is empty, or has special tokens inside."""
+    """Return what `role` wrote after an opening, or None if it is empty or has special tokens inside."""
     if not chat.is_plain(tokens):
         return None
     message = chat.message(tokens)

@@ -15,10 +15,10 @@ class Draw(NamedTuple):
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """What `values` wrote.
+        """Parse what `values` returned.
 
         Raises:
-            ValueError: it is something else than a seed and some of NUMBERS.
+            ValueError: not a dict of a seed and some of NUMBERS.
         """
         numbers = dict(values) if isinstance(values, dict) else {}
         seed = numbers.pop("seed", None)
@@ -27,10 +27,10 @@ class Draw(NamedTuple):
         return cls(Sampling(**numbers), seed)
 
     def values(self) -> dict[str, Any]:
-        """As `of` reads them from a file."""
+        """Return the fields that `of` parses."""
         return {"seed": self.seed} | {name: getattr(self.sampling, name) for name in NUMBERS}
 
 
 def last_draws(sampler: TokenSampler, count: int) -> list[Draw | None]:
-    """How the last `count` texts of a sampler were drawn; None for greedy ones."""
+    """Return how a sampler drew its last `count` texts; None for greedy ones."""
     return [Draw(sampler.sampling, seed) for seed in sampler.seeds] or [None] * count

@@ -39,7 +39,7 @@ class Malformed(ValueError):
 
 
 def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
-    """Number, from 1, and content of every record: a line of JSON in bytes, still to be parsed, or the parsed object.
+    """Yield each record's number, from 1, and content: an unparsed line of JSON in bytes, or the parsed object.
 
     Args:
         source: a file; a folder of files, or one that `save_to_disk` has written; or a hub id, with options as in
@@ -60,7 +60,7 @@ def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
 
 
 def stem(source: str) -> str:
-    """The name of a source without folders and ending."""
+    """Return the name of a source without folders and ending."""
     name = Path(source.partition("?")[0]).name
     return next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
 
@@ -77,7 +77,7 @@ def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
 
 
 def unused(name: str, used: dict[str, int]) -> str:
-    """The name, or with `#2`, `#3`, ... the first that is not used; `used` holds the last number of each name."""
+    """Return the name, with `#2`, `#3`, … if it is taken; `used` holds the last number of each name."""
     found = name
     while found in used:
         used[name] += 1
@@ -87,7 +87,7 @@ def unused(name: str, used: dict[str, int]) -> str:
 
 
 def parse_line(line: bytes) -> object:
-    """The value of a line of JSON; Malformed where it is not JSON."""
+    """Parse a line of JSON; Malformed if it is not JSON."""
     try:
         return json.loads(line, parse_constant=_JSON.parse_constant)
     except UnicodeDecodeError as error:
@@ -97,7 +97,7 @@ def parse_line(line: bytes) -> object:
 
 
 def file_records(path: Path) -> Iterator[tuple[int, object]]:
-    """The records of a file, as in `records`, whatever its name."""
+    """Yield the records of a file as `records` does, whatever its name."""
     try:
         with path.open("rb") as file:
             if file.read(4) == b"PAR1":
@@ -115,7 +115,7 @@ def file_records(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def lines(path: Path, blank: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and UTF-8 bytes of every line, by default of those not blank, of a file that may be compressed.
+    """Yield number, from 1, and UTF-8 bytes of each line of a possibly compressed file; blank ones if `blank`.
 
     Raises:
         CorpusError: it is of a kind that is not read.
@@ -136,7 +136,7 @@ def lines(path: Path, blank: bool = False) -> Iterator[tuple[int, bytes]]:
 
 
 def _elements(path: Path) -> list[Any] | None:
-    """The elements of the one array in a file, or its values of several lines each; None where its lines are records.
+    """Parse a file of one array or of multi-line values; None if its lines are records.
 
     Raises:
         CorpusError: it begins as an array or as a value of several lines, and is not JSON.
@@ -179,7 +179,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row without its null fields, which a table adds where only other rows have them; a turn's content stays."""
+    """Drop the null fields that a table adds where only other rows have values; a turn's content stays."""
     if isinstance(value, dict):
         kept = ("content", "value") if {"role", "from"} & value.keys() else ()
         given = [(key, part) for key, part in value.items() if key in kept or (part is not None and part == part)]

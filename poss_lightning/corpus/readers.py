@@ -35,7 +35,7 @@ class Conversation:
 
     @property
     def digest(self) -> str:
-        """16 hex digits of all that is said, whatever the id."""
+        """16 hex digits of the messages and template variables, without the id."""
         return hashlib.sha256(
             json.dumps([self.messages, self.template], sort_keys=True, default=str).encode()
         ).hexdigest()[:16]
@@ -91,11 +91,11 @@ def read_conversations(
 
 
 def _conversation(raw: object, name: str) -> Conversation | None:
-    """One record as a regular conversation; None where it has no answer."""
+    """Read one record as a regular conversation; None if it has no answer."""
     record = parse_line(raw) if isinstance(raw, bytes) else raw
     record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
-        raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
+        raise Malformed(f"a record must be an object, not {type(record).__name__}")
     messages = make_regular(messages_of(record))
     if not messages:
         return None
@@ -107,7 +107,7 @@ def _conversation(raw: object, name: str) -> Conversation | None:
 
 
 def messages_of(record: dict[str, Any]) -> list[Message]:
-    """The messages of a record, its `system` first; Malformed where it has none of the forms, or more than text."""
+    """Read the messages of a record, `system` first; Malformed for an unknown form or more than text."""
     check_text(record)
     turns, key = _turns(record)
     messages: list[Message] = []
@@ -130,25 +130,25 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def check_text(record: dict[str, Any]) -> None:
-    """Raise Malformed where a record has images, audio or video."""
+    """Raise Malformed if a record has images, audio or video."""
     if media := filled(record, *_MEDIA):
         raise Malformed(f"it has {media!r}, and only text is read")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
-    """The system message that a record has beside its turns, if any."""
+    """Read the system message beside the turns, if any."""
     key = filled(record, "system", "system_prompt")
     return [read_message({"role": "system", "content": record[key]}, "system")] if key else []
 
 
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
-    """The variables that a record gives the chat template; Malformed where they have other types."""
+    """Read a record's variables for the chat template; Malformed if they have other types."""
     given = unpacked(record.get("chat_template_kwargs") or {})
     tools = unpacked(record.get("tools") or record.get("functions")) or []
     tools = list(map(unpacked, tools)) if isinstance(tools, list) else tools
     refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
     if not isinstance(given, dict):
-        raise Malformed(f"'chat_template_kwargs' must be an object, it is a {type(given).__name__}")
+        raise Malformed(f"'chat_template_kwargs' must be an object, not {type(given).__name__}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
@@ -156,7 +156,7 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
-    """The turns of a record, and the name of their field."""
+    """Return the turns of a record and the name of their field."""
     key, turns = chat_of(record)
     if key:
         return turns, key
@@ -180,11 +180,11 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
 
 
 def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:
-    """The name and turns of the field with a whole chat; "" and no turns without one."""
+    """Return name and turns of the field with a whole chat; "" and no turns if there is none."""
     for key in CHATS:
         if turns := _alternating(unpacked(record.get(key))):
             if not isinstance(turns, list):
-                raise Malformed(f"{key!r} must be a list, it is a {type(turns).__name__}")
+                raise Malformed(f"{key!r} must be a list, not {type(turns).__name__}")
             return key, turns
     texts = None if record.keys() & {*_ASKED} else _alternating(record.get("data"))
     for key, turns in (("chosen", as_chat(record.get("chosen"))), ("data", as_chat(texts))):
@@ -194,26 +194,26 @@ def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:
 
 
 def _alternating(turns: Any) -> Any:
-    """The turns, those of a list of texts by the user and the assistant in turn unless each is the JSON of a turn."""
+    """Turn a list of texts, alternately the user's and the assistant's or each the JSON of a turn, into turns."""
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         return turns
     return as_chat([*map(unpacked, turns)]) or [{"role": SIDES[i % 2], "content": text} for i, text in enumerate(turns)]
 
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
-    """The name and value (a text, or turns) of the field with a record's one question; "" and None without one."""
+    """Return name and value (text or turns) of the field with the one question; "" and None if there is none."""
     asked = filled(record, *_ASKED) or ""
     question = as_chat(record.get(asked)) or _one(record, asked)
     for beside in ("input", "context"):
         if isinstance(question, str) and beside != asked and record.get(beside):
             if not isinstance(more := _one(record, beside), str):
-                raise Malformed(f"{beside!r} must be a text, it is a {type(more).__name__}")
+                raise Malformed(f"{beside!r} must be a text, not {type(more).__name__}")
             question = f"{question}\n\n{more}"
     return asked, question
 
 
 def _one(record: dict[str, Any], key: str) -> Any:
-    """The value of a field, which may be a list of one text."""
+    """Return the value of a field, unwrapped if it is a list of one text."""
     value = record.get(key)
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         if len(value) != 1:
@@ -223,7 +223,7 @@ def _one(record: dict[str, Any], key: str) -> Any:
 
 
 def history_of(record: dict[str, Any]) -> list[Message]:
-    """Earlier turns, from pairs of question and answer."""
+    """Read earlier turns from pairs of question and answer."""
     pairs = unpacked(record.get("history") or [])
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise Malformed("'history' must be a list of pairs, question and answer")
@@ -232,7 +232,7 @@ def history_of(record: dict[str, Any]) -> list[Message]:
 
 
 def as_chat(value: Any) -> list[Any] | None:
-    """The turns of a chat, or of its JSON text; None for what is not a chat."""
+    """Return the turns of a chat or of its JSON text; None if it is not a chat."""
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns:
         return None

@@ -8,7 +8,7 @@ SIDES = ("user", "assistant")
 
 
 def make_regular(messages: list[Message]) -> list[Message]:
-    """The messages from a user's first, with system messages before it, to the last answer before an empty one."""
+    """Keep the messages from the first user's to the last answer before an empty turn, and system messages before."""
     filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
     first = first_user(filled)
     started = (message for i, message in enumerate(filled) if i >= first or message["role"] == "system")
@@ -25,12 +25,12 @@ def make_regular(messages: list[Message]) -> list[Message]:
 
 
 def first_user(messages: list[Message]) -> int:
-    """The index of a user's first message; the number of messages where there is none."""
+    """Return the index of the first user message, or the number of messages if there is none."""
     return next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
 
 
 def _says_something(message: Message) -> bool:
-    """Whether there is a text, a call, or thoughts in which the answer was cut; a tool may also say nothing."""
+    """Return whether a message has text, calls, or thoughts that were cut; a tool's may be empty."""
     thought = message.get("finish_reason") == "length" and message.get("thinking")
     says = message["content"].strip() or message.get("tool_calls") or message.get("tokens") or thought
     return message["role"] not in SIDES or bool(says)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
-    """How often each of the target's tokens occurs in the answers, lists of ids: (vocabulary,) int64."""
+    """Count each of the target's tokens in the answers, lists of ids: (vocabulary,) int64."""
     counts = np.zeros(vocabulary, dtype=np.int64)
     for answer in answers:
         np.add.at(counts, np.asarray(answer, dtype=np.int64), 1)
@@ -17,7 +17,7 @@ def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
 
 
 def most_frequent(counts: np.ndarray, size: int, always: Collection[int] = ()) -> Tensor | None:
-    """The tokens of `always` and then the most frequent ones, `size` in all, as ascending ids (size,); None for all.
+    """Choose `always` and the most frequent tokens, `size` in all, as ascending ids (size,); None for all tokens.
 
     Of equally frequent tokens the lower id goes first, so the lowest ids fill up if fewer than `size` tokens occur.
 

@@ -30,7 +30,7 @@ _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why a
 
 
 def read_message(turn: object, where: str) -> Message:
-    """A turn as chat templates take it: role (system, user, assistant or tool) and content, a text.
+    """Read a turn as chat templates take it: role (system, user, assistant or tool) and content, a text.
 
     Where the turn has them, also an assistant's `tool_calls`; its thoughts, under every name that templates use; a
     tool's `name` and `tool_call_id`; `tokens`, `finish_reason` and `drawn` of an answer that a target wrote; `weight` 0
@@ -40,12 +40,12 @@ def read_message(turn: object, where: str) -> Message:
         Malformed: it is not a turn of a chat, or more than text.
     """
     if not isinstance(turn, dict):
-        raise Malformed(f"{where} must be an object, it is a {type(turn).__name__}")
+        raise Malformed(f"{where} must be an object, not {type(turn).__name__}")
     return refuse_half_pairs(_message(turn, _role(turn, where), where), where)
 
 
 def filled(record: dict[str, Any], *keys: str) -> str | None:
-    """The first of these fields that a record has something in."""
+    """Return the first of these fields that is not empty in a record."""
     return next((key for key in keys if record.get(key)), None)
 
 
@@ -94,7 +94,7 @@ def _message(turn: dict[str, Any], role: str, where: str) -> Message:
 
 
 def finish_of(said: dict[str, Any]) -> Message:
-    """The `finish_reason` of an answer, where its turn, or the record beside the turns, has one."""
+    """Return the `finish_reason` that a turn, or the record beside the turns, has for an answer."""
     reason = said.get("finish_reason") or said.get("stop_reason")
     return {"finish_reason": "length" if str(reason).lower() in _CUT else reason} if reason else {}
 
@@ -119,7 +119,7 @@ def _yes(turn: dict[str, Any], key: str) -> bool:
 
 
 def _text(content: Any, where: str, name: str = "content") -> str:
-    """A text, or the concatenated texts of its parts."""
+    """Return a text, or the concatenated texts of its parts."""
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
         if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
@@ -129,12 +129,12 @@ def _text(content: Any, where: str, name: str = "content") -> str:
             raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd[0])) or 'nothing'}")
         content = "".join(texts)
     if not isinstance(content, str):
-        raise Malformed(f"{where}: {name!r} must be a text, it is a {type(content).__name__}")
+        raise Malformed(f"{where}: {name!r} must be a text, not {type(content).__name__}")
     return content
 
 
 def refuse_half_pairs(said: Any, what: str) -> Any:
-    """A value without half a surrogate pair in any of its texts."""
+    """Return the value; Malformed if one of its texts holds half a surrogate pair."""
     try:
         json.dumps(said, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -143,7 +143,7 @@ def refuse_half_pairs(said: Any, what: str) -> Any:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls as chat templates take them, with arguments as objects."""
+    """Read tool calls as chat templates take them, with arguments as objects."""
     calls, found = unpacked(calls), []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
@@ -159,13 +159,13 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def has_calls(value: Any) -> bool:
-    """Whether it is a list of one or more tool calls, or the text of one."""
+    """Return whether a value is a non-empty list of tool calls, or the text of one."""
     calls = unpacked(value) or [None]
     return isinstance(calls, list) and all(isinstance(one, dict) and {"name", "function"} & one.keys() for one in calls)
 
 
 def unpacked(value: Any) -> Any:
-    """The list or object in a text, in JSON or as Python prints it; any other value unchanged."""
+    """Parse a list or object from text, JSON or as Python prints it; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         for parse in (json.loads, _from_python):
             with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
@@ -175,4 +175,4 @@ def unpacked(value: Any) -> Any:
 
 def _from_python(text: str) -> Any:
     with warnings.catch_warnings(action="ignore"):  # of a text's backslashes
-        return json.loads(json.dumps(ast.literal_eval(text)))  # without sets, whose JSON there is none
+        return json.loads(json.dumps(ast.literal_eval(text)))  # refuses sets, which JSON lacks

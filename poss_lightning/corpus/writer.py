@@ -44,7 +44,7 @@ class CorpusWriter:
             yield
 
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:
-        """The conversations of a batch, from a killed run or from `write`."""
+        """Return the conversations of a batch, from a killed run or from `write`."""
         part = f"{number:06d}"
         if (conversations := self.work.receipt(part)) is None:
             self.work.write_receipt(part, conversations := write())

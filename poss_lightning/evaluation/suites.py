@@ -167,7 +167,7 @@ def _question(suite: str, source: str, number: int, row: object, field: str | No
     record = parse_line(row) if isinstance(row, bytes) else row
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
-        raise Malformed(f"a record must be an object, it is a {type(record).__name__}")
+        raise Malformed(f"a record must be an object, not {type(record).__name__}")
     opening, turns, template = read_question(record, field)
     category = record.get("category")
     known = category if isinstance(category, str) else ""

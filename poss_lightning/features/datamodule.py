@@ -110,7 +110,7 @@ class FeatureData(lightning.LightningDataModule):
 
     @property
     def validation_source(self) -> FeatureStore | OnlineFeatures:
-        """Where the samples `held_out` are."""
+        """The source of the samples `held_out`."""
         return self.other_stores.get("validation", self.source)
 
     def val_dataloader(self) -> Loader:
@@ -122,7 +122,7 @@ class FeatureData(lightning.LightningDataModule):
         return Loader(store, self._schedule([*range(len(store))], store), self.workers)
 
     def training_schedule(self) -> Schedule:
-        """The schedule of the running fit; a run that resumes sets it to where it stopped."""
+        """Return the schedule of the running fit; a resumed run sets it to where it stopped."""
         if self.schedule is None:
             self.schedule = self._schedule(self.train, self.source, training=True)
         return self.schedule
@@ -135,12 +135,12 @@ class FeatureData(lightning.LightningDataModule):
         return moved._replace(draft_input=moved.features)
 
     def teardown(self, stage: str) -> None:
-        """Name the texts that online features left out at last."""
+        """Log the texts that online features left out since their last report."""
         if isinstance(self.source, OnlineFeatures):
             self.source.report()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """Compute online features and draw noise on the device; the noise is of the conversation and the epoch."""
+        """Compute online features and draw noise on the device, seeded by conversation and epoch."""
         if isinstance(self.source, OnlineFeatures) and not batch.features.shape[-1]:
             batch = self.source.fill(batch)
         if not (self.noise and self.trainer and self.trainer.training):
@@ -150,7 +150,7 @@ class FeatureData(lightning.LightningDataModule):
         return batch._replace(draft_input=add_noise(batch, self.noise, seeds))
 
     def _open(self, name: str, address: list[str] | str) -> FeatureStore:
-        """A store besides that of the training; ValueError where it is of a different target."""
+        """Open a further store; ValueError if it is of a different target."""
         store = FeatureStore(address)
         if difference := self.source.target.difference(store.target):
             raise ValueError(f"{name} {address} is of a different target than what is trained on: {difference}")

@@ -31,7 +31,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path, name: str) -> "FileEntry":
-        """The entry of an existing file, all of which is read, and which will have this name."""
+        """Read an existing file and return its entry under this name."""
         return cls(name, path.stat().st_size, sha256(path))
 
 
@@ -66,7 +66,7 @@ class Manifest:
 
     @classmethod
     def load(cls, folder: Path) -> "Manifest":
-        """Read manifest.json; StoreError where it is missing or is not a manifest."""
+        """Read manifest.json; StoreError if it is missing or not a manifest."""
         path = folder / MANIFEST
         if not path.is_file():
             how = "resume with the same `poss extract`" if any(folder.glob("shard-*")) else "`poss extract` writes one"
@@ -86,12 +86,12 @@ MANIFESTS = TypeAdapter(Manifest)
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds a finished store."""
+    """Return whether the folder holds a finished store."""
     return (folder / MANIFEST).exists()
 
 
 def check_files(folder: Path) -> Manifest:
-    """The manifest of a store; StoreError where a file is missing or has another size."""
+    """Return the manifest of a store; StoreError if a file is missing or has another size."""
     manifest = Manifest.load(folder)
     for entry in manifest.files:
         path = folder / entry.name

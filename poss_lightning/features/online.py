@@ -75,20 +75,20 @@ class OnlineFeatures(SampleSource):
 
     @torch.inference_mode()
     def draft_input(self, index: int) -> Tensor:
-        """What a draft reads of a sample, computed on the GPU of this process where it has one: (T, R)"""
+        """Compute a sample's draft input, on the GPU of this process if it has one: (T, R)"""
         device = choose_device()
         self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
         return self._forward(torch.tensor([self.texts[index].tokens], device=self.model.device))[1][0]
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
-        """The same texts, for a draft that reads these layers."""
+        """Return the same texts for a draft that reads these layers."""
         self.model.check_layers(layers)
         selected = OnlineFeatures(self.model, self.texts)
         selected.layers = tuple(layers)
         return selected
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader's workers get where they are not forked: they read texts, and need no target."""
+        """Leave the target out for workers that are not forked: they only read texts."""
         return {name: value for name, value in vars(self).items() if name not in ("model", "_filled")}
 
     def embed_head(self) -> EmbedHead:
@@ -98,7 +98,7 @@ class OnlineFeatures(SampleSource):
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
-        """The batch with features, the draft's input, and the target's most likely tokens wherever a pass counts.
+        """Fill in features, the draft's input, and the target's most likely tokens wherever a pass counts.
 
         Nothing counts in a text whose features are not finite: it is left out, and `report` names it.
         """
@@ -145,13 +145,13 @@ class OnlineFeatures(SampleSource):
             self.model.move(device)
 
     def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Features, and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""
+        """Compute features and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""
         features, outputs = self.model.text_layers(tokens, self.layers)
         return features, outputs.flatten(2) if self.layers else features
 
 
 def group_by_length(lengths: np.ndarray) -> list[list[int]]:
-    """Texts in groups of similar length, the longest first; no group is padded to more tokens than all texts have."""
+    """Group texts by length, longest first; no group, padded, has more tokens than all texts together."""
     groups: list[list[int]] = []
     for index in np.argsort(-lengths, kind="stable").tolist():
         if groups and (len(groups[-1]) + 1) * lengths[groups[-1][0]] <= lengths.sum():

@@ -12,7 +12,7 @@ from poss_lightning.files import atomic, user_cache, without_secrets
 
 
 def local_copy(address: str | Path) -> Path:
-    """The folder of a store: the path itself, or the copy of an address with a protocol, made at its first use.
+    """Return the folder of a store: the path itself, or the copy of an address, made at first use.
 
     The digest of its manifest names the copy, so a store that was extracted again is copied again. A killed copy
     resumes with the first missing file; several processes share one copy.

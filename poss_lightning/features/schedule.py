@@ -28,18 +28,18 @@ class Step(NamedTuple):
     batches: int  # processes x accumulated batches; strategies take the mean of their gradients
 
     def slots(self, depth: int) -> Tensor:
-        """How many slots count in each pass: (K,)"""
+        """Count the slots of each pass: (K,)"""
         return (self.answers[:, None] - torch.arange(depth, device=self.answers.device)).clamp(min=0).sum(0)
 
 
 def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
-    """Slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer: (n, 2) -> (n,)"""
+    """Count the slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer: (n, 2) -> (n,)"""
     starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
     return np.maximum(stops - starts - 1, 0)
 
 
 def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
-    """Training and validation indices. A conversation's side depends on its id and the seed, not on the others.
+    """Split indices into training and validation. A conversation's side depends on its id and the seed alone.
 
     Where a side would be empty, it gets the conversation nearest to the border.
 
@@ -62,7 +62,7 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
 
 
 def stable_number(text: str) -> int:
-    """63 bits of a text's digest, the same on every machine."""
+    """Return 63 bits of a text's digest, the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -141,7 +141,7 @@ class Schedule(Sampler[PlannedBatch]):
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The state of this epoch: how many of its batches all processes together have taken, in complete steps."""
+        """Return the state of this epoch: the batches that all processes have taken, in complete steps."""
         done = min(self._first() + self.taken // self.accumulate * self.step_batches, self.total)
         return {"epoch": self.epoch, "done": done, "total": self.total, "share": self.step_batches, "data": self.data}
 
@@ -159,7 +159,7 @@ class Schedule(Sampler[PlannedBatch]):
         return -(-self.total // self.step_batches) * self.accumulate
 
     def remaining(self) -> int:
-        """Batches of this process from where the epoch begins or resumes."""
+        """Count this process's batches from where the epoch begins or resumes."""
         return -(-(self.total - self._first()) // self.step_batches) * self.accumulate
 
     def __iter__(self) -> Iterator[PlannedBatch]:
@@ -169,7 +169,7 @@ class Schedule(Sampler[PlannedBatch]):
 
     @announced("planning an epoch")
     def batches(self) -> list[list[int]]:
-        """The epoch's batches, as lists of samples."""
+        """Plan the epoch's batches, as lists of samples."""
         generator = np.random.default_rng((self.seed, self.epoch if self.training else 0))
         order = generator.permutation(self.indices)
         by_length = order[np.argsort(-self.lengths[order], kind="stable")].tolist()

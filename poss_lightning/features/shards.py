@@ -34,7 +34,7 @@ class Reader(Protocol):
     layers: tuple[int, ...]  # inner layers that are kept too, as `Target.text_layers` counts them
 
     def read(self, texts: list[list[int]]) -> TextFeatures:
-        """Features of token lists, each of which the target sees alone and in full."""
+        """Compute the features of token lists, each of which the target sees alone and in full."""
         ...
 
 
@@ -52,7 +52,7 @@ class TargetReader:
 
 
 def schema(layers: tuple[int, ...]) -> pa.Schema:
-    """Columns of a shard. Features are the encoded vectors of a sample, one token after the other; see `encoding`."""
+    """Return the columns of a shard. Features are the encoded vectors of a sample, token by token; see `encoding`."""
     columns = {
         "id": pa.string(),
         "conversation": pa.string(),  # digest of all that is said in it
@@ -83,7 +83,7 @@ class TokenizedText:
 def write_shard(
     path: Path, reader: Reader, batches: list[list[TokenizedText]], stored: str, bar: tqdm
 ) -> tuple[FileEntry, list[str]]:
-    """Read batches of texts and write their shard, complete or not at all: its entry, and the texts left out of it."""
+    """Read batches of texts and write their shard, whole or not at all; return its entry and the texts left out."""
     left_out: list[str] = []
     with atomic(path) as temporary:
         with (
@@ -107,7 +107,7 @@ def write_shard(
 
 @torch.inference_mode()
 def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.RecordBatch:
-    """Rows of the store, of the texts whose features are finite. On a GPU all but the stored bytes stays there."""
+    """Return the rows of texts whose features are finite. On a GPU, only the stored bytes leave it."""
     lengths = [len(text.tokens) for text in batch]
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
@@ -127,7 +127,7 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
 
 
 def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
-    """One value per text, in the tensor's own memory."""
+    """Wrap the tensor's memory as one value per text."""
     offsets = np.cumsum([0, *lengths], dtype=np.int64) * joined[0].numel()
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(joined.numpy())]
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)

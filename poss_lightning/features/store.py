@@ -125,7 +125,7 @@ class FeatureStore(SampleSource):
         return self[index].draft_input
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
-        """The same store with samples that carry the outputs of these layers; StoreError where one is not kept."""
+        """Return the store with samples that carry these layers' outputs; StoreError if one is not kept."""
         return self if layers == self.layers else FeatureStore(self.folders, layers)
 
     def embed_head(self) -> EmbedHead:
@@ -135,18 +135,18 @@ class FeatureStore(SampleSource):
         return EmbedHead(embedding, head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 
     def _find(self, index: int) -> tuple[pa.RecordBatch, int]:
-        """The batch of a sample, and its row there."""
+        """Return the batch of a sample and its row there."""
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._batches[batch], index - int(self._starts[batch])
 
     def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
-        """Outputs of the inner layers that samples carry: (T, n, D)"""
+        """Read the outputs of the inner layers that samples carry: (T, n, D)"""
         stored = self.manifest.layers
         outputs = self._vectors(columns, row, "layers", len(stored))
         return outputs if self.layers == stored else outputs[:, [stored.index(layer) for layer in self.layers]]
 
     def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
-        """(T, count, D); copied out of the map once, since a tensor may be written to and the files may not."""
+        """Copy vectors out of the map, as a tensor may be written to and the files may not: (T, count, D)"""
         stored = self.manifest.stored
         size = vector_bytes(self.target.hidden_size, self._dtype, stored)
         _, offsets, blobs = columns[name].buffers()  # a scalar of Arrow would be a copy
@@ -156,7 +156,7 @@ class FeatureStore(SampleSource):
 
 
 def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) -> None:
-    """Raise StoreError where two stores cannot be read as one."""
+    """Raise StoreError if two stores cannot be read as one."""
     if difference := ours.target.difference(theirs.target):
         raise StoreError(f"{folder} and {first} are of different targets: {difference}")
     for name in ("dtype", "stored", "layers"):
@@ -166,5 +166,5 @@ def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) ->
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:
-    """A list of a row, as the file's own memory."""
+    """Return a list of a row, as the file's own memory."""
     return columns[name][row].values.to_numpy()

@@ -33,7 +33,7 @@ class Batch(NamedTuple):
     step: Step
 
     def parts(self) -> list[tuple[int, slice]]:
-        """Row and slots of each conversation."""
+        """Return row and slots of each conversation."""
         return [
             (row, slice(stop - length, stop))
             for row, lengths in enumerate(self.lengths)
@@ -55,7 +55,7 @@ def counted_passes(length: int, spans: np.ndarray) -> Tensor:
 
 
 def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
-    """The draft's input with uniform noise (u - 0.5) * strength * 512 / T, as in EAGLE; T is the conversation's length.
+    """Add uniform noise (u - 0.5) * strength * 512 / T to the draft's input, as in EAGLE; a conversation has T tokens.
 
     Each conversation has its own seed, so its noise does not depend on its neighbours.
     """
@@ -69,7 +69,7 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
 
 
 def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
-    """Rows of samples as a batch; without a `step`, the batch is a step of its own."""
+    """Collate rows of samples; without a `step`, the batch is a step of its own."""
     samples = [sample for row in rows for sample in row]
     lengths = [[len(sample.tokens) for sample in row] for row in rows]
     longest = max(map(sum, lengths))

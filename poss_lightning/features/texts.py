@@ -46,7 +46,7 @@ class SampleSource:
         raise NotImplementedError
 
     def digest(self, index: int) -> int:
-        """64 bits of a sample up to the end of its first answer, whatever its id: a draft keeps those it trained on."""
+        """Hash a sample up to the end of its first answer to 64 bits: a draft keeps those it was trained on."""
         tokens, spans = self.tokens(index), self.spans[index]
         return int.from_bytes(_digest(tokens[: spans[0][1]] if len(spans) else tokens)[:8], "little")
 
@@ -61,7 +61,7 @@ class SampleSource:
         return first_of_each(self.ids, self.conversations(), digests)
 
     def common_tokens(self, size: int) -> Tensor | None:
-        """The `size` most common tokens of the assistants' answers, as ascending ids (size,); None for all.
+        """Return the `size` most common tokens of the answers, as ascending ids (size,), or None for all tokens.
 
         Stop tokens end the answers, so they are counted with the rest.
 
@@ -76,7 +76,7 @@ class SampleSource:
             return most_frequent(count_tokens(answers, vocabulary), size)
 
     def root_mean_square(self) -> Tensor:
-        """Root mean square of every dimension of what a draft reads, over some samples: (R,) float32.
+        """Compute the root mean square of each dimension of the draft input, over some samples: (R,) float32.
 
         Raises:
             ValueError: none of them is finite.
@@ -92,7 +92,7 @@ class SampleSource:
 
 
 def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:
-    """For every sample the least id of all that share a key with it, directly or through others; "" is not a key."""
+    """Return for each sample the least id of all that share a key with it, directly or through others; "" is no key."""
     links = []
     for column in keys:
         first: dict[Hashable, int] = {}
@@ -108,14 +108,14 @@ def _digest(tokens: np.ndarray) -> bytes:
 
 
 def describe_overflow(names: list[str], total: int, dtype: str) -> str:
-    """How many texts, and which, have features that are not finite in a target's dtype; and what to do."""
+    """Say how many texts, and which, have features that are not finite in a target's dtype; and what to do."""
     shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     cause = "use --dtype bfloat16 or float32" if dtype == "float16" else "are the target's files damaged?"
     return f"{len(names)} of {total} texts whose features are not finite in {dtype}: {shown}; {cause}"
 
 
 def warn_of_training(who: str, trained_on: frozenset[int], source: SampleSource, indices: Iterable[int]) -> str | None:
-    """A warning with the number of samples that a draft was trained on; None where there are none, or none known."""
+    """Return a warning with the number of samples that a draft was trained on; None if no such sample is known."""
     digests = [source.digest(index) for index in indices] if trained_on else []
     seen = sum(digest in trained_on for digest in digests)
     if not seen:

@@ -119,7 +119,7 @@ def write_store(
 
 
 def _check_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise StoreError where the finished store in `folder` has other settings."""
+    """Raise StoreError if the finished store in `folder` has other settings."""
     manifest = check_files(folder)
     stored = vars(manifest) | {"target": manifest.target.fingerprint, "template": manifest.target.template}
     if same_weights(stored["target"], settings["target"]):
@@ -134,7 +134,7 @@ def _check_same(folder: Path, settings: dict[str, Any]) -> None:
 def _write_shards(
     shards: dict[Path, Shard], work: Work, reader: Reader, stored: str, rank: Rank
 ) -> tuple[FileEntry, ...]:
-    """Write this rank's share of the shards, then those that no other process is writing; the entries of all so far."""
+    """Write this rank's shards, then those that no other process is writing; return the entries of all so far."""
     items = list(shards.items())
     ordered = dict(items[number] for number in order(len(items), rank))
     _write_missing(ordered, work, reader, stored, rank)
@@ -163,7 +163,7 @@ def _is_done(path: Path, work: Work) -> bool:
 
 
 def _entry(path: Path, work: Work) -> FileEntry | None:
-    """The entry of a shard that is there in the size of its receipt; else None."""
+    """Return the entry of a shard whose size is that of its receipt; else None."""
     if (receipt := work.receipt(path.stem)) is None or not path.exists():
         return None
     del receipt[LEFT_OUT]
@@ -184,7 +184,7 @@ def _write_embed_head(folder: Path, target: Target) -> FileEntry:
 
 
 def within_context(target: Target, max_length: int, tell: bool = True) -> int:
-    """`max_length`, or the target's context where that is shorter, which is logged."""
+    """Limit `max_length` to the target's context, and log it if that is shorter."""
     if tell and max_length > target.spec.context:
         logger.warning("max_length is lowered to %d, all that %s reads", target.spec.context, target.spec.name)
     return min(max_length, target.spec.context)
@@ -235,7 +235,7 @@ def tokenize(
 
 
 def plan_shards(texts: list[TokenizedText], batch_tokens: int, shard_tokens: int) -> list[Shard]:
-    """Shards of batches of texts; neighbours in length share a batch."""
+    """Plan shards of batches of texts; neighbours in length share a batch."""
     shards, batch, filled = [[]], [], 0
     for text in texts:  # ascending: the newest is the longest, so it sets the padding
         if batch and (len(batch) + 1) * len(text.tokens) > batch_tokens:

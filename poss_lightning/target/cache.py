@@ -18,7 +18,7 @@ STEP, CUDA_STEP = 64, 512
 
 
 def step_of(device: torch.device) -> int:
-    """By how many slots views grow on a device."""
+    """Return by how many slots views grow on a device."""
     return CUDA_STEP if device.type == "cuda" else STEP
 
 
@@ -51,7 +51,7 @@ class SlotStore:
         self.values.index_copy_(1, destination, self.values[:, source])
 
     def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
-        """The first `extent` slots of every row of a layer: two views (B, H, extent, d)."""
+        """View the first `extent` slots of every row of a layer: keys and values (B, H, extent, d)."""
         keys, values = self._by_row(self.keys[layer], 0), self._by_row(self.values[layer], 0)
         return keys[:, :extent].transpose(1, 2), values[:, :extent].transpose(1, 2)
 
@@ -95,7 +95,7 @@ class Slots:
         return max(self.host_lengths, default=0)
 
     def extent_for(self, count: int) -> int:
-        """Slots per row that a view needs for `count` tokens after the longest row, rounded up to a multiple of `step`.
+        """Return the slots per row that a view needs for `count` more tokens, rounded up to a multiple of `step`.
 
         Raises:
             ValueError: they do not fit the capacity.
@@ -111,7 +111,7 @@ class Slots:
         self.lengths.zero_()
 
     def fits(self, batch: int, capacity: int) -> bool:
-        """Whether it has this many rows, of at least this capacity."""
+        """Return whether it has this many rows, of at least this capacity."""
         return len(self.host_lengths) == batch and self.capacity >= capacity
 
     def open(self, count: int, offset: int = 0, room: int = 0) -> None:
@@ -123,7 +123,7 @@ class Slots:
         self.index = self.flat_index(torch.arange(offset, offset + count, device=self.lengths.device)[None])
 
     def flat_index(self, offsets: Tensor) -> Tensor:
-        """Slots at `offsets` (B or 1, n) from each row's length, as flat indices (B*n,)."""
+        """Return the slots at `offsets` (B or 1, n) from each row's length, as flat indices (B*n,)."""
         rows = torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
         return ((rows + self.lengths)[:, None] + offsets).flatten()
 
@@ -141,11 +141,11 @@ class Slots:
         self.lengths = self.lengths[rows]
 
     def verified(self, older_than: int = 0) -> Tensor:
-        """Which slots are verified: (B, extent); without the newest `older_than` of them."""
+        """Return which slots are verified, without the newest `older_than` of them: (B, extent)."""
         return torch.arange(self.extent, device=self.lengths.device) < (self.lengths - older_than)[:, None]
 
     def tree_mask(self, ancestors: Tensor, window: int | None = None) -> Tensor:
-        """Attention mask of nodes after the verified slots: (B, 1, n, extent), True where visible.
+        """Return the attention mask of nodes after the verified slots: (B, 1, n, extent), True where visible.
 
         Args:
             ancestors: (B or 1, n, m), True where query i may see the j-th slot from the length on.

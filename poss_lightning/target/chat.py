@@ -78,7 +78,7 @@ class Chat:
     # --- conversations ---
 
     def texts(self, messages: list[Message], variables: Variables | None = None) -> list[Rendered]:
-        """The conversation with its answers: one text, or several where the template rewrites earlier answers.
+        """Render a conversation as one text, or as several if the template rewrites earlier answers.
 
         Every answer is in one of the texts as it was written, and `prompt(messages[:i])` is a token prefix of that
         text. An answer whose thoughts the template drops once the chat continues ends a separate text. Answers of
@@ -112,7 +112,7 @@ class Chat:
         return texts
 
     def prompt(self, messages: list[Message], variables: Variables | None = None) -> list[int]:
-        """Tokens of the conversation up to where the assistant begins to write.
+        """Tokenize the conversation up to where the assistant begins to write.
 
         Raises:
             ValueError: there are no messages, the last is the assistant's, or as in `texts`.
@@ -124,22 +124,22 @@ class Chat:
         return self._spelling.encode(text, [len(prompt) for prompt in before if text.startswith(prompt)])[0]
 
     def user_prompt(self, messages: list[Message], opening: str = "") -> list[int]:
-        """Tokens of the conversation up to where its user continues an opening; ValueError as in `texts`."""
+        """Tokenize the conversation up to where its user continues an opening; ValueError as in `texts`."""
         text = self.template.text(self._guarded([*messages, {"role": "user", "content": MARK}], None)[0], {})
         return self._spelling.tokens(text.split(MARK)[0] + self._spelling.guard(opening))[0]
 
     def text(self, tokens: list[int]) -> str:
-        """The text of tokens, without special tokens and the stop token at the end."""
+        """Decode tokens, without special tokens and the stop token at the end."""
         body = self._body(tokens)
         return str(self._tokenizer.decode(body, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def message(self, tokens: list[int]) -> Message:
-        """The answer that the target wrote as these tokens; `finish_reason` says whether it ended or was cut."""
+        """Return the answer that the target wrote as these tokens; `finish_reason` says whether it ended or was cut."""
         finish = "length" if self._body(tokens) == tokens else "stop"
         return {"role": "assistant", "content": self.text(tokens), "tokens": tokens, "finish_reason": finish}
 
     def is_plain(self, tokens: list[int]) -> bool:
-        """Whether an answer's text says all of it: there is no special token before the stop token at its end."""
+        """Return whether an answer's text says all of it: no special token stands before its final stop token."""
         return not self._special_ids & set(self._body(tokens))
 
     def _body(self, tokens: list[int]) -> list[int]:
@@ -148,7 +148,7 @@ class Chat:
     # --- answers ---
 
     def _answer(self, messages: list[Message], i: int, variables: Variables) -> _Answer:
-        r"""What message i adds to its prompt: up to the first stop token or, without one, the end of its content.
+        r"""Find what message i adds to its prompt: up to the first stop token or, without one, the end of its content.
 
             finished   …<|im_start|>assistant\nHello<|im_end|>\n
                        \_________ prompt __________/\_____ tail _____/
@@ -209,12 +209,12 @@ class Chat:
         return _Answer(prompt, tail[:lead], body[lead:] + end)
 
     def _until_stop(self, tail: str) -> tuple[str, str]:
-        """What comes before the first stop token, and that token's letters ("" without one)."""
+        """Split a text at its first stop token: what comes before, and the token's letters ("" if there is none)."""
         place, stop = min(((tail.index(stop), stop) for stop in self._stop_texts if stop in tail), default=(None, ""))
         return tail[:place], stop
 
     def _empty_thought(self, messages: list[Message], tail: str, shared: int, variables: Variables) -> int:
-        """Length of the empty thought that the template puts before an answer without one; usually 0.
+        """Measure the empty thought that the template puts before an answer without one; usually 0 letters.
 
         It is what surrounds a thought. What stands before any answer, as a channel's name, belongs to the answer.
         """
@@ -248,7 +248,7 @@ class Chat:
         return list(map(self._spelling.guard_message, messages)), self._spelling.guard(dict(variables or {}))
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
-        """Text up to where the assistant answers the last message."""
+        """Render the text up to where the assistant answers the last message."""
         if not messages or messages[0]["role"] == "assistant":
             raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
         if messages[-1]["role"] == "assistant":
@@ -260,7 +260,7 @@ class Chat:
     def _text_until(
         self, last: int, messages: list[Message], answers: dict[int, _Answer], variables: Variables
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """Tokens of the conversation up to an answer, and the spans in them: of this answer, and of each earlier one
+        """Tokenize the conversation up to an answer, and find the spans of this answer and of each earlier one
         that the text still has as it was written.
         """
         end = answers[last]
@@ -289,7 +289,7 @@ class Chat:
 
 
 def _answered(messages: list[Message]) -> list[int]:
-    """The numbers of answers to somebody: not the first message, nor one that follows another answer."""
+    """Return the indices of answers to somebody: not the first message, nor one that follows another answer."""
     roles = [message["role"] for message in messages]
     return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
 
@@ -299,7 +299,7 @@ def _thoughts(message: Message) -> str:
 
 
 def _check_said(message: Message, i: int, shown: str) -> None:
-    """Raise ValueError where an answer's thoughts or tool calls are missing from what is shown of it."""
+    """Raise ValueError if an answer's thoughts or tool calls are missing from what is shown of it."""
     if _squeeze(_thoughts(message)) not in shown:
         raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
     names = [_squeeze(call["function"]["name"]) for call in message.get("tool_calls", ())]
@@ -309,9 +309,9 @@ def _check_said(message: Message, i: int, shown: str) -> None:
 
 
 def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
-    """The answer without the opening of its thought where the prompt has it.
+    """Drop the opening of an answer's thought if the prompt has it.
 
-    ValueError where it does not close that thought, or closes one that the prompt has closed.
+    ValueError if it does not close that thought, or closes one that the prompt has closed.
     """
     written, before = answer.written, answer.before.rstrip()
     if not isinstance(written, str):
@@ -326,7 +326,7 @@ def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
 
 
 def _parted(prompt: str, finished: str, said: str) -> tuple[int, str, str]:
-    """How many letters of a prompt its finished answer's text shares, what it lacks of them, and what follows.
+    """Return how many letters a prompt shares with its finished text, the rest of the prompt, and what follows.
 
     Text far before an answer may change once it is finished: a system message that stands only before the last user's.
     """
@@ -343,11 +343,11 @@ def _parted(prompt: str, finished: str, said: str) -> tuple[int, str, str]:
 
 
 def _squeeze(text: str) -> str:
-    """The text without white space: templates trim and indent."""
+    """Remove white space: templates trim and indent."""
     return "".join(text.split())
 
 
 def _after(opened: str, content: str) -> str:
-    """What a content adds to `opened`, with which its prompt ends, if the content repeats that."""
+    """Return a content without `opened`, with which its prompt ends, if the content repeats it."""
     opened, start = opened.strip(), content.lstrip()
     return start.removeprefix(opened).lstrip() if opened and start.startswith(opened) else content

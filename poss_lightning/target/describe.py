@@ -12,7 +12,7 @@ from poss_lightning.target.spec import EmbedHead, TargetSpec
 
 
 def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
-    """The modules of a model's embedding and LM head; NotImplementedError where they are not a table and a matrix."""
+    """Return the embedding and LM head of a model; NotImplementedError if they are not a table and a matrix."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
         raise NotImplementedError("it has no plain embedding and LM head")
@@ -20,7 +20,7 @@ def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
 
 
 def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
-    """The frozen embedding and head of a model with this spec, in its own memory.
+    """Return the frozen embedding and head of a model with this spec, in the model's own memory.
 
     Only an embedding that lies on another device is copied to that of the head, where features come out.
 
@@ -35,7 +35,7 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
 
 
 def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
-    """The spec of a model of this config; `known` are the fields of `TargetSpec` that it does not state.
+    """Return the spec of a model with this config; `known` are fields that the config does not state.
 
     Raises:
         AttributeError: the config lacks a size.
@@ -60,14 +60,14 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
-    """Rotary parameters of every kind of layer, full attention's first; one entry where all are alike."""
+    """Return the rotary parameters of each kind of layer, full attention's first; one entry if all are the same."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = {name: angles for name, angles in parameters.items() if isinstance(angles, dict)}  # others nobody reads
     return [kinds[name] for name in sorted(kinds, key=lambda name: name != FULL)] or [parameters]
 
 
 def _context(said: int, rope: list[dict]) -> int:
-    """How many tokens a model reads: `max_position_embeddings`, or as many as its stretched angles reach.
+    """Return how many tokens a model reads: `max_position_embeddings`, or as many as its stretched angles reach.
 
     A yarn factor stretches the original length. So do linear and llama3 factors, unless the config states the stretched
     length already, as Llama 3's does beside an original one, and Gemma-3's for layers of which some are not stretched.
@@ -85,7 +85,7 @@ def _context(said: int, rope: list[dict]) -> int:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Two digests of every parameter, rounded to bfloat16, in which most models are kept and run.
+    """Compute two digests of all parameters, rounded to bfloat16, in which most models are kept and run.
 
     The first is of the 64 numbers at its beginning, and older files have it alone. The second is of all numbers of a
     vector and one of every row of a matrix, so that it notices a head whose last rows were trained.

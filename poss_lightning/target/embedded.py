@@ -16,7 +16,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def folder() -> Path:
-    """Folder of the unpacked model, made on first use (20 s, 270 MB) in the cache that POSS_CACHE names.
+    """Return the folder of the model, unpacked on first use (20 s, 270 MB) in the cache that POSS_CACHE names.
 
     Raises:
         FileNotFoundError: the package is not installed.

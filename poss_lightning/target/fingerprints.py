@@ -2,6 +2,6 @@
 
 
 def same_weights(one: str, other: str) -> bool:
-    """Whether two fingerprints may be of one model; an older one has only the first of the two halves."""
+    """Return whether two fingerprints may be of one model; an older one has only the first half."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared] and bool(shared or one == other)

@@ -19,7 +19,7 @@ def load_part(kind: Any, folder: Path, **options: Any) -> Any:
 
 
 def load_config(name: str, folder: Path) -> PreTrainedConfig:
-    """The config of a target; ValueError or FileNotFoundError if its folder is not a model of transformers."""
+    """Load the config of a target; ValueError or FileNotFoundError if its folder is not a model of transformers."""
     if (folder / "adapter_config.json").is_file():
         raise ValueError(f"target {name!r} is an adapter (PEFT): merge it into its model, and save that")
     if not (folder / "config.json").is_file():
@@ -35,7 +35,7 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
 def load_model(
     name: str, folder: Path, config: PreTrainedConfig, dtype: str | None, device: str, placed: dict[str, Any]
 ) -> tuple[Any, Any, str | None]:
-    """Model and tokenizer of a target, in `dtype` or the dtype of its files; the model has all its weights.
+    """Load model and tokenizer of a target, in `dtype` or the dtype of its files, with all weights.
 
     `placed` is from `placement`. The third value is the fingerprint of the model as saved, where it must be taken
     before rounding: float16 lacks the smallest numbers of bfloat16.
@@ -71,7 +71,7 @@ def load_model(
 
 
 def explain_failure(name: str, error: Exception, device: str = "this device") -> str:
-    """Why a target cannot be loaded or used, in one line."""
+    """Explain in one line why a target cannot be loaded or used."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, torch.OutOfMemoryError):
         return f"target {name!r} does not fit on {device}: {line}"

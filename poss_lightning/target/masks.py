@@ -23,7 +23,7 @@ Windows = dict[str, int | None]  # tokens that each kind of layer sees, itself i
 
 
 def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
-    """The windows of a model that reads `context` tokens; one of that size or larger hides nothing.
+    """Return the windows of a model that reads `context` tokens; one of that size or larger hides nothing.
 
     Raises:
         NotImplementedError: the model has other kinds of layers (chunked, linear, …).
@@ -39,7 +39,7 @@ def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
 def layer_masks(
     windows: Windows, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, copies: int
 ) -> Tensor | dict[str, Tensor]:
-    """What `attention_mask` takes: one mask, or one per kind of layer where there are several.
+    """Make what `attention_mask` takes: one mask, or one per kind of layer if there are several.
 
     They are added to the scores. As bools, torch would turn them into such numbers in every layer.
 
@@ -59,7 +59,7 @@ def layer_masks(
 
 
 def in_window(window: int, positions: Tensor, lengths: Tensor, extent: int) -> Tensor:
-    """Whether a slot's token is among the `window` tokens up to a node, on any branch: (B, 1, n, extent).
+    """Return whether a slot's token is among the `window` tokens up to a node, on any branch: (B, 1, n, extent).
 
     Slots below `lengths` (B,) hold the token of that position; the slots after them hold the nodes at `positions`
     (B, n).

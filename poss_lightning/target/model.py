@@ -161,16 +161,16 @@ class Target(nn.Module):
         return self.device.type == "cuda" and not self.spans_devices
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
-        """An empty cache of `batch` rows and `capacity` slots."""
+        """Allocate an empty cache of `batch` rows and `capacity` slots."""
         sizes: dict[str, Any] = {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim, "dtype": self.dtype}
         return TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
 
     def logits(self, features: Tensor) -> Tensor:
-        """The model's logits: (..., D) -> (..., V)."""
+        """Compute the model's logits: (..., D) -> (..., V)."""
         return self.embed_head.logits(features, self._head_product)
 
     def check_tokens(self, tokens: Iterable[int], what: str) -> None:
-        """Raise ValueError where embedding or head has no row for a token of `what`."""
+        """Raise ValueError if embedding or head has no row for a token of `what`."""
         rows = min(self.spec.vocab_size, len(self.embed_head.embedding))
         if unknown := {token for token in tokens if not 0 <= token < rows}:
             token, name = min(unknown), self.spec.name
@@ -182,7 +182,7 @@ class Target(nn.Module):
     # --- trees, after a cache ---
 
     def tree_features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
-        """Features (B, n, D) after each of n tokens, which form a tree after the cache's verified slots.
+        """Compute features (B, n, D) after each of n tokens, which form a tree after the cache's verified slots.
 
         Args:
             tokens: (B, n)
@@ -212,7 +212,7 @@ class Target(nn.Module):
     # --- whole texts, without a cache ---
 
     def text_features(self, tokens: Tensor) -> Tensor:
-        """Features of whole right-padded texts: (B, T) -> (B, T, D). Padding changes nothing before it."""
+        """Compute features of whole right-padded texts: (B, T) -> (B, T, D). Padding changes nothing before it."""
         return self.text_layers(tokens, ())[0]
 
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -228,7 +228,7 @@ class Target(nn.Module):
         return features, torch.stack([inner[i] for i in layers], dim=2) if layers else none
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
-        """Raise ValueError where a store cannot keep one of them; the last one, after the norm, is the feature."""
+        """Raise ValueError if a store cannot keep one of them; the last one, after the norm, is the feature."""
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
@@ -256,7 +256,7 @@ class Target(nn.Module):
 
     @contextmanager
     def without_defaults(self) -> Iterator[Any]:
-        """The user's model for `generate`: in eval mode, without penalties or a temperature that its files ask for.
+        """Yield the user's model for `generate`: in eval mode, without penalties or temperature that its files ask for.
 
         Its rotary angles are those of `backbone`: a batch may pass the context for its longest row.
         """
@@ -279,7 +279,7 @@ class Target(nn.Module):
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Raise NotImplementedError where logits, inner layers or features under a mask are not the model's."""
+        """Raise NotImplementedError if logits, inner layers or features under a mask are not the model's."""
         if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
             raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
@@ -333,12 +333,12 @@ class Target(nn.Module):
 
 
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
-    """The ancestors of a plain text: (1, n, n), lower triangle."""
+    """Return the ancestors in a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
 
 
 def decoding_copy(model: PreTrainedModel) -> Any:
-    """A copy of a model without its head, for decoding: with the same parameters and buffers, and in eval mode.
+    """Copy a model without its head for decoding: in eval mode, with the same parameters and buffers.
 
     Its heads attend in groups, its products are prepacked. "Dynamic" rotary angles are fixed: within a target's context
     they never change, but their code asks the device whether they should, which a CUDA graph cannot.

@@ -16,7 +16,7 @@ FILLED = 0.85  # of a GPU's free memory; the rest is for caches and activations
 
 
 def home_device(parallel: str, device: str) -> str:
-    """The device on which this process computes, or the first of those over which layers are spread.
+    """Return the device on which this process computes, or the first of those over which layers are spread.
 
     Raises:
         ValueError: an unknown device, or values that do not go together.
@@ -34,7 +34,7 @@ def home_device(parallel: str, device: str) -> str:
 def placement(
     name: str, folder: Path, config: PreTrainedConfig, dtype: str | None, device: str, parallel: str, spared: int | None
 ) -> dict[str, Any]:
-    """Arguments of `from_pretrained` that say where the model of a folder shall lie.
+    """Return the arguments of `from_pretrained` that place the model of a folder.
 
     `dtype` is the one it will have (None for that of its files), `device` its home, and `spared` the number of a GPU
     that gets no layer.
@@ -55,7 +55,7 @@ def placement(
 
 
 def weight_bytes(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> float:
-    """Bytes of a model's weights once loaded, from the sizes of its files."""
+    """Estimate the bytes of a model's loaded weights from the sizes of its files."""
     stored = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     kept = config.dtype if isinstance(config.dtype, torch.dtype) else dtype
     return stored * (dtype.itemsize / kept.itemsize if dtype and kept else 1)

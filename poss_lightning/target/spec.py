@@ -38,7 +38,7 @@ class TargetSpec:
         refuse_types(self, "target's ")
 
     def difference(self, other: "TargetSpec") -> str | None:
-        """The first field in which two specs differ, in words; None if they describe the same target."""
+        """Name the first field in which two specs differ; None if they describe the same target."""
         for field, value in asdict(self).items():
             theirs = getattr(other, field)
             same = field == "name" or value == theirs or (field == "fingerprint" and same_weights(value, theirs))
@@ -96,14 +96,14 @@ class EmbedHead(nn.Module):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def has_row(self, tokens: Tensor) -> Tensor:
-        """Whether the head has a row for each of these token ids; False for -1, which is not a token."""
+        """Return whether the head has a row for each token id; False for -1, which is no token."""
         if self.vocabulary is None:
             return tokens >= 0
         rows = torch.searchsorted(self.vocabulary, tokens.contiguous()).clamp(max=len(self.vocabulary) - 1)
         return self.vocabulary[rows] == tokens
 
     def restrict(self, vocabulary: Tensor | None) -> "EmbedHead":
-        """The same with only the head's rows of `vocabulary`, unless that is None or it is restricted already."""
+        """Keep only the head's rows of `vocabulary`, unless that is None or the head is restricted already."""
         if vocabulary is None or self.vocabulary is not None:
             return self
         return EmbedHead(self.embedding, self.head, vocabulary.to(self.head.device), self.scale, self.cap)

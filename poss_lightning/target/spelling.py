@@ -40,7 +40,7 @@ class Spelling:
         self._ending = re.compile(rf"((?:{any_of(text for text in special if text in stops).pattern})\s*)+\Z")
 
     def guard(self, value: Any) -> Any:
-        """The value with guards in every text inside it."""
+        """Put guards into every text inside a value."""
         if isinstance(value, str):
             return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], value.replace(GUARD, ""))
         if isinstance(value, list):
@@ -50,7 +50,7 @@ class Spelling:
         return value
 
     def guard_message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with guards in everything that somebody wrote.
+        """Put guards into everything that somebody wrote in a message.
 
         Stop tokens at the end of an answer, which some data sets have, are left out: the template writes its own.
         """
@@ -59,7 +59,7 @@ class Spelling:
         return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in message.items()}
 
     def encode(self, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
-        """Tokens of guarded text, none of which reaches across a border, where a prompt ends.
+        """Tokenize guarded text so that no token reaches across a border, where a prompt ends.
 
         Before a border stand the tokens of that prompt. Where the tokenizer would merge across it ("\n" + "\n\nHi"),
         what follows is tokenised apart, as the target itself would have to write it.
@@ -80,7 +80,7 @@ class Spelling:
         return tokens, begins, cuts[1:]
 
     def tokens(self, text: str) -> tuple[list[int], list[int]]:
-        """Tokens of guarded text, and the character at which each begins."""
+        """Tokenize guarded text; return the tokens and the character at which each begins."""
         if GUARD not in text:
             encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             return encoding["input_ids"], [begin for begin, _ in encoding["offset_mapping"]]
@@ -95,7 +95,7 @@ class Spelling:
         return encoded.ids, [places[begin] for begin, _ in encoded.offsets]
 
     def _continued(self, text: str) -> tuple[list[int], list[int]]:
-        """Tokens of a text that continues one: without the blank that some tokenizers put at the beginning."""
+        """Tokenize a text that continues another, without the blank that some tokenizers put first."""
         if not self._adds_blank:
             return self.tokens(text)
         tokens, begins = self.tokens(_ANCHOR + text)
@@ -128,5 +128,5 @@ class Spelling:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of any of the texts, which prefers the longest."""
+    """Compile a pattern that matches any of the texts, the longest first."""
     return re.compile("|".join(map(re.escape, sorted({*texts} - {""}, key=len, reverse=True))) or "(?!)")

@@ -24,7 +24,7 @@ _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
 
 
 def thinking(text: str) -> Message:
-    """The fields of a message that hold its thoughts, under every name that templates use."""
+    """Return the fields of a message that hold its thoughts, under every name that templates use."""
     return dict.fromkeys(THOUGHTS, text)
 
 
@@ -58,7 +58,7 @@ class Template:
             self.variables[_TODAY] = earlier[_TODAY]
 
     def text(self, messages: list[Message], variables: Variables, open_answer: bool = False) -> str:
-        """What the target reads; with `open_answer`, up to where an answer begins.
+        """Render what the target reads; with `open_answer`, up to where an answer begins.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -87,7 +87,7 @@ class Template:
         return str(render(messages, chat_template=template, tokenize=False, add_generation_prompt=open_answer, **rest))
 
     def check_rendered(self, messages: list[Message], variables: Variables) -> None:
-        """Raise ValueError where the template leaves the tools, or what a system or a tool says, out of a prompt."""
+        """Raise ValueError if the template leaves the tools, or what a system or a tool says, out of a prompt."""
         others = [i for i, message in enumerate(messages) if message["role"] in ("system", "tool")]
         if not others and not variables.get("tools"):
             return
@@ -101,7 +101,7 @@ class Template:
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
     def find_stops(self, generation_config: GenerationConfig | None) -> frozenset[int]:
-        """The stop tokens of tokenizer and generation config, and the one that is written after every answer."""
+        """Collect the stop tokens of tokenizer, generation config and template, which writes one after every answer."""
         ids = getattr(generation_config, "eos_token_id", None)
         stops = {*token_ids(ids, "eos_token_id of the generation config"), *token_ids(self._tokenizer.eos_token_id)}
         known = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
@@ -114,7 +114,7 @@ class Template:
         return frozenset(stops)
 
     def _after_answers(self) -> list[str]:
-        """What follows an answer: the last one, and one after which the chat continues; "" if that is unclear."""
+        """Return what follows the last answer, and one after which the chat continues; "" if that is unclear."""
         turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
         messages = [{"role": role, "content": content} for role, content in turns]
         try:
@@ -124,7 +124,7 @@ class Template:
 
 
 def token_ids(ids: Any, name: str = "a token id") -> list[int]:
-    """The ids in whatever form transformers takes: a number, numbers in a list, an array or a tensor; none in None.
+    """List ids in any form that transformers takes: a number, or numbers in a list, an array or a tensor; [] for None.
 
     Raises:
         ValueError: anything else; the message begins with `name`.
@@ -136,7 +136,7 @@ def token_ids(ids: Any, name: str = "a token id") -> list[int]:
 
 
 def _dated(template: str, day: date) -> str:
-    """The template with its own `strftime_now`, of a fixed day; transformers passes no functions to a template."""
+    """Give a template its own `strftime_now`, of a fixed day, as transformers passes no functions to a template."""
     spelt = "".join(f".replace('%{each}', {json.dumps(day.strftime(f'%{each}'))})" for each in _DIRECTIVES)
     return f"{{% macro {_TODAY}(format) %}}{{{{ format{spelt} }}}}{{% endmacro %}}\n{template}"
 
@@ -152,7 +152,7 @@ def _with_text_arguments(message: Message) -> Message:
 
 
 def _has_calls(messages: list[Message], text: str) -> bool:
-    """Whether the text has all calls, and no arguments in Python's notation."""
+    """Return whether the text has all calls, and no arguments in Python's notation."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     printed = any(
         function["arguments"] and str(function["arguments"]) in text

@@ -198,7 +198,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     [
         ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
         ([{"turns": ["a", " "]}], r":1: turn 2 of `turns` is ' '; it must be a text that is not blank"),
-        ([5], ":1: a record must be an object, it is a int"),
+        ([5], ":1: a record must be an object, not int"),
         ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
         ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
         ([{"turns": ["a"], "question_id": [1]}], r":1: question_id is \[1\]"),
