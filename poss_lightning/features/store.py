@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -130,7 +131,11 @@ class FeatureStore(SampleSource):
 
     def embed_head(self) -> EmbedHead:
         """The target's embedding and head."""
-        stored = load_file(self.folders[0] / EMBED_HEAD)
+        path = self.folders[0] / EMBED_HEAD
+        try:
+            stored = load_file(path)
+        except SafetensorError as error:
+            raise StoreError(f"{path} cannot be read ({error})") from error
         embedding, head = stored["embedding"], stored.get("head", stored["embedding"])
         return EmbedHead(embedding, head, scale=self.target.logit_scale, cap=self.target.logit_cap)
 

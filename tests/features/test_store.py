@@ -88,6 +88,13 @@ def test_a_wrong_offset_is_refused(folder, name, kind, last):
         FeatureStore(folder)
 
 
+def test_an_unreadable_embedding_is_named(folder):
+    path = folder / "ends.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(StoreError, match=r"ends\.safetensors cannot be read"):
+        FeatureStore(folder).embed_head()
+
+
 # --- several as one ---
 
 
