@@ -7,7 +7,7 @@ answers   `poss benchmark` of the embedded target's suites, with a shipped draft
 
 Prints each part and writes runs/bench/gpu.json. A row that fails does not end the others; the exit status is then 1.
 After a kill or a failure, the same command resumes with the rows that are missing. With POSS_DEVICE=cpu every line runs
-at tiny sizes and without graphs, so that the first GPU finds no typing error; these figures mean nothing.
+at tiny sizes and without graphs, to find typing errors; these figures mean nothing.
 """
 
 import argparse

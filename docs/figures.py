@@ -1,6 +1,6 @@
-"""`python docs/figures.py` draws the figures of the documentation from committed records.
+"""`python docs/figures.py` draws the figures of the documentation from committed records; report.png is a screenshot.
 
-    python docs/figures.py             # writes docs/figures/*.svg, and report.png where Chromium is installed
+    python docs/figures.py             # writes docs/figures/*.svg; after `make demo`, and with Chromium, report.png
     python docs/figures.py --decode    # first decodes the example answer again into docs/figures/rounds.jsonl.gz
 
 Every number comes from the functions that `poss compare` uses. The mask is computed by the unroll's attention, slot by

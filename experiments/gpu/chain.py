@@ -22,7 +22,7 @@ parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
 parser.add_argument("--suites", default="[code,questions,summaries]", help="questions: files, folders or names")
 parser.add_argument("--steps", type=int, default=1500, help="of a training; five trainings share the GPU")
-parser.add_argument("--tiny", action="store_true")
+parser.add_argument("--tiny", action="store_true", help="every command, with 2 steps of each training")
 args, failed = parser.parse_args(), []
 new, asked, dialogues, stores = (16, 1, 2, 2) if args.tiny else (256, 8, 2048, 5)
 out, pool = args.out, ThreadPoolExecutor(1 if DEVICE == "cpu" else 6)
@@ -50,7 +50,7 @@ def prepare(name: str) -> None:
     sweep = yaml.safe_load((HERE / f"{name}.yaml").read_text())
     sweep["fit"]["data"]["store"] = sorted(str(path.parent) for path in out.glob("stores/*/manifest.json"))
     sweep["fit"]["trainer"]["max_steps"], sweep["replay"]["store"] = args.steps, f"{out}/answers"
-    sweep["fit"]["trainer"]["accelerator"] = "gpu" if DEVICE == "cuda" else DEVICE
+    sweep["fit"]["trainer"]["accelerator"] = "cpu" if DEVICE == "cpu" else "gpu"
     if args.tiny:
         sweep["seeds"], fit = [0], sweep["fit"]
         fit["data"] |= {"batch_tokens": 256, "workers": 0}

@@ -17,7 +17,7 @@ PROCESSES = [
 BATCHES, CLIP = 4, 20.0  # of a step; some gradients of this target are longer, some are not
 # Adam divides small gradients by their own size, so their rounding counts: 2e-5 of what changed on one CPU, and 4e-3 on
 # an H100, whose gradients are 2e-5 from the CPU's. A mean over the wrong slots is 1e-1 away.
-NEAR = 1e-2
+NEAR = {"cpu": 1e-3, "cuda": 1e-2}
 
 
 @pytest.mark.parametrize("world, strategies", PROCESSES)
@@ -31,4 +31,4 @@ def test_a_training_takes_the_steps_of_a_plain_loop_on_the_cpu(store, device, tm
     forked(world, ranks.main, store, str(initial), runs)
     expected = plain_steps(store, initial, BATCHES, CLIP)
     for strategy in strategies:
-        assert difference(weights(tmp_path / strategy), expected, initial) < NEAR
+        assert difference(weights(tmp_path / strategy), expected, initial) < NEAR[device.type]

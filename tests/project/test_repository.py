@@ -130,7 +130,7 @@ def test_local_links_lead_somewhere(path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Names of a page's headings in links, as GitHub and MkDocs make them."""
+    """Names of a page's headings in links, as MkDocs makes them."""
     headings = re.findall(r"^#+ (.+)", page.read_text(), re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
