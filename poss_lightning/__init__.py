@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 if TYPE_CHECKING:
-    from poss_lightning.decoding.api import load
+    from poss_lightning.api import load
     from poss_lightning.decoding.plans import Plan
     from poss_lightning.draft.kinds import load_draft
     from poss_lightning.evaluation.rounds import read_rounds
@@ -39,7 +39,7 @@ _PLACES = {
     "FeatureStore": "features.store",
     "Plan": "decoding.plans",
     "SpecialistTraining": "training.module",
-    "load": "decoding.api",
+    "load": "api",
     "load_draft": "draft.kinds",
     "read_rounds": "evaluation.rounds",
 }

@@ -26,7 +26,7 @@ LEVELS = {
     3: {"corpus"},
     4: {"draft", "features"},
     5: {"training", "decoding", "interop"},
-    6: {"evaluation", "serving"},
+    6: {"api", "evaluation", "serving"},
     7: {"reports", "extract", "synthesize", "shipped"},
     8: {"demo", "doctor", "sweep"},
     9: {"cli"},

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
 
-from poss_lightning import decoding, load
-from poss_lightning.decoding.api import Model
+from poss_lightning import api, load
+from poss_lightning.api import Model
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.plans import Plan
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
@@ -148,7 +148,7 @@ def test_a_streamer_is_told_what_transformers_would_tell_it(model, reference, on
 
 
 def test_a_chat_answers(model, monkeypatch):
-    monkeypatch.setattr(decoding.api, "ANSWER_TOKENS", 24)
+    monkeypatch.setattr(api, "ANSWER_TOKENS", 24)
     messages = [{"role": "user", "content": "Hi"}]
     prompt = model.target.chat.prompt(messages)
     short, long = (
