@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 class FeatureStore(SampleSource):
     """A finished store, or several of one target as one, memory-mapped.
 
-    Opening checks every file's size and the offsets within it; `verify_files` compares the digests of all bytes.
+    Opening checks every file's size and the columns of every sample; `verify_files` compares the digests of all bytes.
 
     Args:
         address: a folder; any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`; or
@@ -75,7 +75,7 @@ class FeatureStore(SampleSource):
         for folder, manifest in zip(self.folders, manifests, strict=True):
             _check_alike(self.folders[0], self.manifest, folder, manifest)
             for entry in manifest.shards:
-                self._batches += open_shard(folder / entry.name, manifest.layers)
+                self._batches += open_shard(folder / entry.name, manifest)
         self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])  # first sample of every batch
         table = pa.Table.from_batches([batch.select(["id", "length", "spans"]) for batch in self._batches])
         self.ids: list[str] = table["id"].to_pylist()

@@ -13,11 +13,13 @@ import torch
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.kinds import load_draft
+from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.texts import first_of_each
 from poss_lightning.features.writing import write_store
+from poss_lightning.files import sha256
 from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target
@@ -86,6 +88,34 @@ def test_a_wrong_offset_is_refused(folder, name, kind, last):
     path.write_bytes(data)
     with pytest.raises(StoreError, match=r"shard-00001\.arrow cannot be read"):
         FeatureStore(folder)
+
+
+DAMAGE = {  # a column, and a change of its first value
+    "a length": ("length", lambda length: length + 1),
+    "a token beyond": ("tokens", lambda tokens: [320, *tokens[1:]]),
+    "features of another": ("features", lambda blob: blob[:-4]),
+    "null features": ("features", lambda blob: None),
+    "spans beyond": ("spans", lambda edges: [0, 61]),
+    "half a span": ("spans", lambda edges: edges[:1]),
+    "more draws than spans": ("draws", lambda draws: ["{}"] * 5),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), DAMAGE.values(), ids=DAMAGE)
+def test_an_inconsistent_sample_is_refused_though_every_digest_is_right(folder, name, change):
+    """By opening and by `poss extract --verify true`."""
+    path = folder / "shard-00001.arrow"
+    table = pa.ipc.open_stream(path.read_bytes()).read_all().combine_chunks()
+    first, *others = table[name].to_pylist()
+    values = pa.array([change(first), *others], table.schema.field(name).type)
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table.set_column(table.column_names.index(name), name, values))
+    entry = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    edit_manifest(folder, lambda fields: fields["shards"][1].update(entry))
+    verify_files(folder)
+    for use in (lambda: FeatureStore(folder), lambda: extract("", str(folder), verify=True)):
+        with pytest.raises(StoreError, match=str(folder)):
+            use()
 
 
 def test_an_unreadable_embedding_is_named(folder):
