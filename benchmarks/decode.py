@@ -107,7 +107,7 @@ def context(target: Target, draft: Specialists) -> dict[str, Any]:
     for length in LENGTHS:
         engine = Speculative.from_draft(target, draft, tree="auto")
         engine.decode([(torch.arange(length) % target.spec.vocab_size).tolist()], 2, frozenset())
-        (costs,) = engine.measured.values()
+        (costs,) = engine.auto.measured.values()
         verify = {f"{n}_nodes": float(costs.round_seconds(0, n)) / costs.verify[1] for n in (4, 16, 60)}
         plain = {"plain_ms": 1000 * costs.verify[1], "draft_step": costs.draft_step / costs.verify[1]}
         found[f"{length} tokens"] = plain | verify

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
+from poss_lightning.decoding.auto import AutoPlans, Key
 from poss_lightning.decoding.blocks import make_drafter
-from poss_lightning.decoding.budget import Planner
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafter import Drafter
@@ -26,7 +26,7 @@ from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.prepack import prepack
-from poss_lightning.sampling import Noise, Sampling, TokenSampler
+from poss_lightning.sampling import Noise, TokenSampler
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -50,9 +50,7 @@ class Speculative(Decoder):
         drafter: what proposes; `from_draft` makes that of a draft.
         plan: the tree of every round; by default the drafter's longest path.
         tree: "fixed" follows the plan in every round; "auto" measures this machine before the first text, and then
-            drafts and verifies, within the plan, what should bring the most tokens per second: by round on a CPU, and
-            elsewhere, where choosing waits for the device and a new plan takes a new graph, by text and doubling of its
-            length.
+            drafts and verifies, within the plan, what should bring the most tokens per second (`AutoPlans`).
         graphs: run rounds as CUDA graphs; None does so where the target can.
 
     Raises:
@@ -79,16 +77,7 @@ class Speculative(Decoder):
         self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
         self.lookup = Lookup(plan.lookup)
         self.matches: dict[int, int] = {}  # tokens that matched in the next lookup, by prompt
-        # By rows of the batch, doublings of the texts' length, and what choosing a token takes.
-        self.measured: dict[tuple[int, int, tuple[bool, ...]], Costs] = {}
-        self.confirmed: set[tuple[int, int, tuple[bool, ...]]] = set()  # measured again, as drafting did not pay
-        self.planners: dict[Sampling, Planner] = {}  # as a draft is better at some temperatures
-        self.planner: Planner | None = None  # of the text in hand
-        self.each_round = target.device.type == "cpu"  # the planner chooses anew
-        self.trials = 0  # rounds to come that draft a whole tree
-        self.now: Costs | None = None  # of a round of the texts in hand
-        self.settled: Plan | None = None  # elsewhere, until the next text or other costs
-        self.due = False  # whether it must be chosen again
+        self.auto = AutoPlans(plan, target.device) if tree == "auto" else None
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -126,12 +115,13 @@ class Speculative(Decoder):
     @property
     def costs(self) -> Costs | None:
         """What `tree: auto` first measured for a text that is decoded alone; None where it did not."""
-        return next((costs for (rows, *_), costs in self.measured.items() if rows == 1), None)
+        measured = self.auto.measured if self.auto else {}
+        return next((costs for (rows, *_), costs in measured.items() if rows == 1), None)
 
     @property
     def why_plain(self) -> str | None:
         """Why `tree: auto` stopped drafting the last texts, in a line; None where it did not."""
-        return self.planner.why_plain(self.now) if self.planner and self.now else None
+        return self.auto and self.auto.why_plain
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
@@ -144,17 +134,21 @@ class Speculative(Decoder):
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
-            self._begin(request.sampling, clock)  # may measure, before text is shown
+            if self.auto:  # may measure, before text is shown
+                self.auto.begin(request.sampling, self._key(), self._measure, clock)
         yield began
         while outputs.active:
             if self.request_id != request_id:
                 raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
-            done, host_copy = self._round(self._choose_plan(), clock)
+            matches = [self.matches[self.active.prompts[row]] for row in self.active.rows]
+            plan = self.auto.choose(self._key(), matches) if self.auto else self.plan
+            done, host_copy = self._round(plan, clock)
             emitted = host_copy.tolist()  # the one synchronisation
             counts = [row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)]
             self.cache.slots.advance_host(counts)
-            self._learn(done)
+            if self.auto:
+                self.auto.learn(done, self.active.mask)
             self.matches = {self.active.prompts[row]: emitted[row][1] for row in self.active.rows}
             of_row = {self.active.prompts[row]: emitted[row][2 : emitted[row][0] + 3] for row in self.active.rows}
             counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
@@ -260,48 +254,11 @@ class Speculative(Decoder):
                 part.select(kept)
             self.root = self.root[kept]
 
-    def _key(self) -> tuple[int, int, tuple[bool, ...]]:
-        """What costs depend on: rows of the batch, doublings of the texts' length, what choosing a token takes."""
+    def _key(self) -> Key:
         doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
         return len(self.active.prompts), doublings, self.sampler.sampling.steps
 
-    def _begin(self, sampling: Sampling, clock: Clock) -> None:
-        """Texts begin: measure costs that are not known, or by which drafting does not pay."""
-        if self.tree == "fixed":
-            return
-        key, self.due = self._key(), True
-        self.planner = self.planners.setdefault(sampling, Planner(self.plan, self.target.device))
-        known = self.measured.get(key)
-        doubted = known is not None and key not in self.confirmed and self.planner.why_plain(known)
-        if known is None or doubted:
-            with clock.excluded("measure"):
-                self.measured[key] = self._measure(key, again=bool(doubted))
-            self.confirmed |= {key} if doubted else set()
-        self.now = self.measured[key]
-        self.trials = self.planner.begin(self.now)
-
-    def _choose_plan(self) -> Plan:
-        """Of the next round. Longer texts, and fewer rows, have costs of their own where these were measured."""
-        if self.planner is None or self.now is None:
-            return self.plan
-        rows, doublings, kind = self._key()
-        known = [key for key in self.measured if (key[0], key[2]) == (rows, kind) and key[1] <= doublings]
-        before, self.now = self.now, self.measured[max(known)] if known else self.now
-        if self.each_round:
-            found = [self.matches[self.active.prompts[row]] for row in self.active.rows]
-            return self.planner.choose(self.now, found, whole=self.trials > 0)
-        if self.trials:
-            return self.plan
-        if self.settled is None or self.due or self.now is not before:
-            self.settled, self.due = self.planner.choose(self.now, None, kept=self.settled), False
-        return self.settled
-
-    def _learn(self, done: Round) -> None:
-        if self.planner and (self.trials or self.each_round):
-            self.planner.learn(done, self.active.mask, whole=self.trials > 0)
-        self.trials = max(self.trials - 1, 0)
-
-    def _measure(self, key: Hashable, again: bool) -> Costs:
+    def _measure(self, again: bool) -> Costs:
         """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write.
 
         Sizes that another draft of this target was verified with are not timed `again` unless that is asked.
@@ -325,7 +282,7 @@ class Speculative(Decoder):
             return partial(self.graphs.run_alone, ("timed", name), work)
 
         draft = repeatable(0, partial(self.drafter.draft, self.root, plan))
-        shared = _VERIFY.setdefault(self.target.model, {}).setdefault((key, self.graphs.enabled), {})
+        shared = _VERIFY.setdefault(self.target.model, {}).setdefault((self._key(), self.graphs.enabled), {})
         with announced("timing draft steps and verification"):
             steps, most = getattr(self.drafter, "steps", self.drafter.depth), plan.nodes + plan.lookup
             measured = costs.measure(draft, steps, verify, most, self.target.device, {} if again else shared)

@@ -107,14 +107,14 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
     engine = speculate(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
     engine.decode([[5, 9, 20]], 3, frozenset())
     assert engine.plan.nodes == 5 and max(engine.costs.verify) == 11
-    assert engine.planner.sizes.max() == 5
+    assert engine.auto.planner.sizes.max() == 5
 
 
 @pytest.mark.parametrize("lookup", [0, 8])
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup):
     """To the deepest node that its plan allows, and the place after; the first rounds of a text draft whole trees."""
     engine, made = speculate(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), [0]
-    engine.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
+    engine.auto.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
 
     def counted(self, places):
@@ -223,7 +223,7 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
     for prompt, measured, last in ((10, [10], 10), (40, [10, 40], 40), (10, [10, 40], 40), (20, [10, 40, 20], 40)):
         text = [[5] * prompt]
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
-        assert list(seen) == measured and speculative.now == seen[last]
+        assert list(seen) == measured and speculative.auto.now == seen[last]
     assert speculative.costs == seen[10]
 
 

@@ -115,7 +115,7 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypa
     assert drawn(speculative, sampling, 0, limit=24) == expected
     deepest = [int(ancestor_mask(tree.parents, 6).sum(-1).max()) - 1 for tree in trees]
     assert deepest[-1] == 2 and set(deepest) <= {2, 6}  # 6 where it measures
-    assert all(costs.steps == 1 for costs in speculative.measured.values())  # whatever the depth
+    assert all(costs.steps == 1 for costs in speculative.auto.measured.values())  # whatever the depth
 
 
 def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(deep):

@@ -60,7 +60,8 @@ def decoder_of(target, kind, tree="fixed", graphs=None):
         return Autoregressive(target, graphs=graphs)
     draft = tiny_draft(target, [2] if kind == "block" else [1, 1], kind=kind)
     engine = speculate(target, draft, 2, 8, 4, tree=tree, graphs=graphs)
-    engine.each_round = False
+    if engine.auto:
+        engine.auto.each_round = False
     return engine
 
 
@@ -73,7 +74,7 @@ def test_decoding_is_lossless_with_graphs_and_without(target, limit, kind, tree,
     for graphs in (False, None):
         decoder = decoder_of(target, kind, tree, graphs)
         assert texts(decoder, law, PROMPTS, limit) == batch
-        assert tree == "fixed" or decoder.settled
+        assert tree == "fixed" or decoder.auto.settled
         captures = count_captures(decoder)
         assert [texts(decoder, law, prompts, limit, seed) for prompts, seed in cases[1:]] == others
         assert tree == "auto" or not captures
