@@ -43,7 +43,7 @@ def load(
     tree: Literal["auto", "fixed"] = "auto",
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> "Model":
-    """A target, sped up by a draft.
+    """Load a target, sped up by a draft.
 
     Args:
         target: "embedded", a local folder or a hub id; or a loaded causal LM of transformers, which is left unchanged.
@@ -125,7 +125,7 @@ class Model:
         generator: torch.Generator | None = None,
         seed: int | None = None,
     ) -> Tensor:
-        """The prompts with their padding and what follows: (B, T) -> (B, T + new).
+        """Continue the prompts; return them with their padding and what follows: (B, T) -> (B, T + new).
 
         Every argument means what it means in transformers; its other arguments raise a TypeError here. The model's own
         generation_config is not read: the defaults are 20 new tokens, greedy; with `do_sample`, temperature 1 and top_k
@@ -190,7 +190,7 @@ class Model:
         return torch.cat([input_ids, new], dim=1)  # (B, T + new)
 
     def chat(self, question: str | list[dict[str, Any]], max_new_tokens: int | None = None, **arguments: Any) -> str:
-        """The answer to a question, or to the last of `messages`; `arguments` as in `generate`.
+        """Answer a question, or the last of `messages`; `arguments` as in `generate`.
 
         It has at most 256 tokens unless `max_new_tokens` or `max_length` is given, here or in a generation config.
         Content in parts, `[{"type": "text", "text": "Hi"}]`, is joined.
@@ -226,7 +226,7 @@ _MEANINGLESS += ("prompt_lookup", "max_matching_ngram", "length_penalty", "early
 
 
 def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a generation config sets, overridden by those `given`.
+    """Return the arguments that a generation config sets, overridden by those `given`.
 
     As in transformers, the config's temperature and the like hold only where tokens are drawn.
     """
@@ -257,14 +257,14 @@ def _check_tokens(input_ids: Tensor) -> None:
 
 
 def _limit(new: int | None, total: int | None, length: int) -> int:
-    """How many new tokens a prompt of `length` may have."""
+    """Return how many new tokens a prompt of `length` may have."""
     if new is None and total is not None and total <= length:
         raise ValueError(f"max_length is {total} and the prompt has {length} tokens: it must be longer, by what is new")
     return new if new is not None else NEW_TOKENS if total is None else total - length
 
 
 def _sampling(do_sample: bool, repetition_penalty: float, **options: Any) -> Sampling:
-    """How tokens are drawn, with transformers' defaults; one that has no effect without drawing is refused."""
+    """Return how tokens are drawn, with transformers' defaults; one that has no effect without drawing is refused."""
     given = {name: value for name, value in options.items() if value is not None}
     if not do_sample and given:
         name, value = next(iter(given.items()))
@@ -274,7 +274,7 @@ def _sampling(do_sample: bool, repetition_penalty: float, **options: Any) -> Sam
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:
-    """The prompts without their padding: (B, T) twice, 0 where there is padding, before or after a text."""
+    """Return the prompts without padding; the mask (B, T) is 0 where there is padding, before or after a text."""
     if mask is None:
         mask = tokens != pad if pad is not None else torch.ones_like(tokens)
     if mask.shape != tokens.shape:

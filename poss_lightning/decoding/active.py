@@ -17,13 +17,13 @@ class ActiveRows:
         self.reset()
 
     def reset(self) -> None:
-        """All rows are active, each with the prompt of its number."""
+        """Make all rows active, each with the prompt of its number."""
         self.prompts = list(range(len(self.mask)))
         self.rows = list(self.prompts)
         self.mask.fill_(1)
 
     def update(self, unfinished: list[int], may_drop: bool) -> list[int] | None:
-        """Only rows of unfinished prompts are active from now on.
+        """Keep only rows of unfinished prompts active.
 
         Returns:
             The rows to keep where half of them or fewer are active and others may go, as these cost time; else None.

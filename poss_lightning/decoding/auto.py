@@ -39,7 +39,7 @@ class AutoPlans:
         self.due = True  # it must be chosen again
 
     def begin(self, sampling: Sampling, key: Key, measure: Callable[[bool], Costs], clock: Clock) -> None:
-        """Texts begin: `measure` costs that are not known, or again those by which drafting does not pay."""
+        """Begin texts: `measure` costs that are not known, or again those by which drafting does not pay."""
         self.planner = self.planners.setdefault(sampling, Planner(self.plan, self.device))
         known = self.measured.get(key)
         doubted = known is not None and key not in self.confirmed and self.planner.why_plain(known) is not None
@@ -51,7 +51,7 @@ class AutoPlans:
         self.trials = self.planner.begin(self.now)
 
     def choose(self, key: Key, matches: list[int]) -> Plan:
-        """The plan of the next round; `matches` are the tokens that matched in each row's lookup.
+        """Choose the plan of the next round; `matches` are the tokens that matched in each row's lookup.
 
         Longer texts, and fewer rows, have costs of their own where these were measured.
         """

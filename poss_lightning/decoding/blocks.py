@@ -19,7 +19,7 @@ from poss_lightning.target.spec import EmbedHead
 
 
 def make_drafter(draft: Specialists, embed_head: EmbedHead, plan: Plan) -> TreeDrafter:
-    """The drafter for a draft of this kind; arguments and errors are those of `TreeDrafter`."""
+    """Make the drafter for a draft of this kind; arguments and errors are those of `TreeDrafter`."""
     kind: type[TreeDrafter] = BlockDrafter if isinstance(draft, Block) else TreeDrafter
     return kind(draft, embed_head, plan)  # pyright: ignore[reportArgumentType]
 
@@ -49,7 +49,7 @@ class BlockDrafter(TreeDrafter):
         self.store.write(slice(None), self.slots.flat_index(offsets), apply_rope(keys, rope), values)
 
     def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
-        """At each depth the most probable prefixes; see `TreeDrafter`."""
+        """Draft the most probable prefixes of each depth; see `TreeDrafter`."""
         width, depth, levels, count = min(plan.tree_width, self.plan.tree_width), plan.depth, [root_tree(root)], 1
         _, nodes, scores = levels[0]  # of the prefixes of a depth
         if not depth:
@@ -65,7 +65,7 @@ class BlockDrafter(TreeDrafter):
         return Tree(*(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def block_logits(self, root: Tensor) -> Tensor:
-        """Logits of all positions of the block after the newest tokens (B, 1): (B, K, V)."""
+        """Return logits of all positions of the block after the newest tokens: (B, 1) -> (B, K, V)."""
         hidden = begin_blocks(self.specialists, self.embed_head.embed(root)[:, 0])  # (B, P, D)
         places = torch.arange(hidden.shape[1], device=hidden.device)
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + places)

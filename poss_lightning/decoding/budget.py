@@ -48,13 +48,13 @@ class Planner:
         self.trees = self.texts = 0  # drafted whole; begun
 
     def begin(self, costs: Costs) -> int:
-        """A text begins; how many of its rounds draft a whole tree."""
+        """Begin a text; return how many of its rounds draft a whole tree."""
         self.texts += 1
         pays = not self.trees or self.why_plain(costs) is None
         return TRIALS if self.depth and (pays or self.texts % SELDOM == 0) else 0
 
     def choose(self, costs: Costs, found: list[int] | None, whole: bool = False, kept: Plan | None = None) -> Plan:
-        """The plan of the next round.
+        """Choose the plan of the next round.
 
         Args:
             costs: of a round now.
@@ -71,7 +71,7 @@ class Planner:
         return replace(self.plan, depth=int(k), nodes=int(self.sizes[n]), lookup=int(self.more[m]))
 
     def why_plain(self, costs: Costs) -> str | None:
-        """Why nothing is drafted, in a line; None where something is."""
+        """Say why nothing is drafted, in a line; None where something is."""
         rates, tokens, seconds = self._rates(costs, None)
         if not self.trees or rates[1:].max() >= rates[0].max():
             return None
@@ -85,7 +85,7 @@ class Planner:
         )
 
     def _rates(self, costs: Costs, found: list[int] | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens per second of a row, and both, by depth, nodes and looked-up tokens: (K+1, n, m) three times."""
+        """Return tokens per second of a row, and both, by depth, nodes and looked-up tokens: (K+1, n, m) each."""
         tables = self.drafted, self.beside.brings(), self.alone.brings(), self.matched
         copied = torch.cat([table.flatten() for table in tables]).cpu().split([table.numel() for table in tables])
         drafted, beside, alone, matched = (
@@ -125,7 +125,7 @@ class Planner:
                 self.beside.learn(done.found, torch.ones_like(joined), joined, weights)
 
     def _expected(self, whole: Tree, weights: Tensor) -> Tensor:
-        """a(k, n) of trees of which all nodes (B, M) that were scored are given."""
+        """Return a(k, n) of trees of which all nodes (B, M) that were scored are given."""
         depths, levels = node_depths(whole.parents, self.depth), torch.arange(self.depth + 1, device=weights.device)
         chances = self.calibration.chance(whole.scores)
         chances = chances * ((depths > 0) & (depths <= levels[:, None, None]))  # (K+1, B, M)

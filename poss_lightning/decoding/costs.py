@@ -27,7 +27,7 @@ class Costs(NamedTuple):
         return cls(stored["draft_step"], verify, stored.get("steps", EACH))
 
     def round_seconds(self, depth: Any, nodes: Any) -> Any:
-        """Seconds of drafting to a depth and verifying so many nodes; numbers or arrays of them.
+        """Return the seconds of drafting to a depth and verifying so many nodes; numbers or arrays of them.
 
         A size between two that were timed lies on the line between. Noise only adds time, and more nodes never cost
         less, so no size costs more than a larger one.
@@ -37,7 +37,7 @@ class Costs(NamedTuple):
         return np.minimum(depth, self.steps) * self.draft_step + np.interp(nodes, sizes, level)
 
     def break_even(self, depth: int, nodes: int) -> float:
-        """Tokens per round at which such rounds are as fast as plain decoding."""
+        """Return the tokens per round at which such rounds are as fast as plain decoding."""
         return self.round_seconds(depth, nodes) / self.round_seconds(0, 1)
 
 

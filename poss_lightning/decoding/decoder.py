@@ -64,7 +64,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
-        """The new tokens of every prompt, step by step.
+        """Yield the new tokens of every prompt, step by step.
 
         Raises:
             ValueError: a limit below 1, or a prompt that is empty or fills the target's context.
@@ -102,7 +102,7 @@ class Decoder(ABC):
 
 
 def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
-    """How many new tokens each prompt may have: `limit`, or what the target's context leaves.
+    """Return how many new tokens each prompt may have: `limit`, or what the target's context leaves.
 
     Raises:
         ValueError: limit below 1, no prompts, a token the target does not have, or a prompt that fills the context.

@@ -27,7 +27,7 @@ class Drafter(Protocol):
     room: int
 
     def start(self, slots: Slots) -> None:
-        """Begin with other texts. `slots` are the target's: how long the texts are, and which slots come next."""
+        """Begin other texts. `slots` are the target's: how long the texts are, and which slots come next."""
 
     def append_context(self, tokens: Tensor, draft_input: Tensor, counts: Tensor) -> None:
         """Take in newly verified slots, which `slots` counts already.
@@ -39,7 +39,7 @@ class Drafter(Protocol):
         """
 
     def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
-        """A tree under `root` (B, 1), the newest token of each text, of at most the plan's depth.
+        """Draft a tree under `root` (B, 1), the newest token of each text, of at most the plan's depth.
 
         The engine verifies its best nodes, as many as planned. `noise` is T g at the places below the root.
         """
@@ -49,5 +49,5 @@ class Drafter(Protocol):
         """Keep only these rows of the batch; `slots` has them already."""
 
     def state(self) -> list[Tensor]:
-        """Tensors that a round changes, and reads before it writes them, beside those of `slots`."""
+        """Return the tensors that a round changes, and reads before it writes them, beside those of `slots`."""
         ...

@@ -145,7 +145,7 @@ class TreeDrafter:
         return [self.root_z]
 
     def _noise(self, noise: Noise | None, places: slice) -> Tensor | None:
-        """At some places, of the tokens that the draft may propose: (B, n, V); None at temperature 0."""
+        """Return noise at some places of the tokens that the draft may propose: (B, n, V); None at temperature 0."""
         if noise is None or (made := noise.first(places.stop)) is None:
             return None
         made = made[:, places]
@@ -154,7 +154,7 @@ class TreeDrafter:
     def _next_frontier(
         self, k: int, visible: Tensor, parents: Tensor, tokens: Tensor, features: Tensor, rope: Rope
     ) -> Frontier:
-        """That of position k + 1: `tokens` (B, M), under `parents` of the old one, on the right of `features`."""
+        """Make the frontier of position k + 1: `tokens` (B, M) under `parents` of the old one, right of `features`."""
         width = tokens.shape[1]
         inherited = visible.gather(1, parents[..., None].expand(-1, -1, visible.shape[-1]))
         itself = self.slots.lengths[:, None] + torch.arange((k - 1) * width, k * width, device=tokens.device)  # (B, M)
@@ -177,7 +177,7 @@ class TreeDrafter:
         self.store.write(caches, index, apply_rope(keys, rope), values)
 
     def _project(self, x: Tensor, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(B, n, Z) -> keys, not yet turned, and values of the layers of a run: (layers, B, kv heads, n, d) each."""
+        """Project (B, n, Z) to unrotated keys, and values, of a run's layers: (layers, B, kv heads, n, d) each."""
         if (first, stop) not in self.kv_products:
             self.kv_products[first, stop] = product_with(self.kv_weights[first:stop].flatten(0, 1))
         shape = (-1, 2, self.specialists.config.target.kv_heads, self.specialists.config.target.head_dim)
@@ -187,7 +187,7 @@ class TreeDrafter:
 
 
 def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The `count` most likely of V, in order, with their log-probabilities: (..., V) -> (..., count) twice.
+    """Find the `count` most likely of V, in order, and their log-probabilities: (..., V) -> (..., count) twice.
 
     With noise that broadcasts to (..., V) and is added to the logits, it is their chances to be drawn with this noise.
     In a large vocabulary they stand in the `count` blocks with the highest maxima, so only these are searched.

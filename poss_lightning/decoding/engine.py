@@ -93,7 +93,7 @@ class Speculative(Decoder):
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
     ) -> "Speculative":
-        """An engine that drafts with a copy of specialists, in the target's dtype and on its device.
+        """Make an engine that drafts with a copy of specialists, in the target's dtype and on its device.
 
         Args:
             draft: None for lookups alone.
@@ -159,7 +159,7 @@ class Speculative(Decoder):
     # --- one round ---
 
     def _round(self, plan: Plan, clock: Clock) -> tuple[Round, Tensor]:
-        """One round of all rows; inactive ones do not advance, and their output means nothing.
+        """Run one round of all rows; inactive ones do not advance, and their output means nothing.
 
         Returns:
             What it did; and (B, 2 + K+1), what the host must know: how many tokens are accepted, how many matched in
@@ -190,18 +190,18 @@ class Speculative(Decoder):
         return Round(tree, ancestors, verdict, candidates, plan.lookup, *looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """The draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
+        """Return the draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
         layers = self.drafter.layers
         features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
         return draft_input, self.target.logits(features)
 
     def _noise(self, depth: int) -> Noise:
-        """The noise of the next `depth` + 1 places."""
+        """Return the noise of the next `depth` + 1 places."""
         root = self.cache.slots.lengths
         return Noise(self.sampler, root[:, None] + torch.arange(1, depth + 2, device=root.device))
 
     def _choose(self, tree: Tree, ancestors: Tensor, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """The target's token after each node: (B, N)."""
+        """Choose the target's token after each node: (B, N)."""
         in_text = self.sampler.in_text_after(tree.tokens, ancestors)
         return self.sampler.choose(logits, noise, ancestors.sum(-1) - 1, in_text)
 
@@ -248,7 +248,7 @@ class Speculative(Decoder):
         return host_copy
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
-        """Only unfinished prompts count; without graphs, finished rows are dropped once they are half of the batch."""
+        """Count only unfinished prompts; without graphs, finished rows are dropped once they are half of the batch."""
         if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
                 part.select(kept)

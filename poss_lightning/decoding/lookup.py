@@ -17,7 +17,7 @@ NGRAM = 3  # last tokens to match, at most
 
 
 def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
-    """How many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
+    """Choose how many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
     return DEFAULT_LOOKUP * (drafts and tree == "auto") if asked is None else asked
 
 
@@ -41,7 +41,7 @@ class Lookup:
         self.text[:, : tokens.shape[1]] = tokens
 
     def append(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Tokens (B, n) after the root, which is at `lengths` (B,); those that are not emitted will be overwritten."""
+        """Append tokens (B, n) after the root at `lengths` (B,); those that are not emitted will be overwritten."""
         places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
         self.text.scatter_(1, places.clamp(max=self.text.shape[1] - 1), tokens)
 
@@ -51,7 +51,7 @@ class Lookup:
             kept.copy_(new)
 
     def find(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens matched (B,).
+        """Find continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens matched (B,).
 
         Among the earlier places where the most of the last NGRAM tokens match, the latest is taken. A continuation that
         reaches the text's end repeats itself; where nothing matches, it is -1.

@@ -45,7 +45,7 @@ class Plan:
         return 1 + (width + width**2 * (depth - 1) if depth else 0)
 
     def for_draft(self, config: DraftConfig) -> "Plan":
-        """The plan with the draft's own depth where none is given, and no more nodes than are scored.
+        """Return the plan with the draft's own depth where none is given, and no more nodes than are scored.
 
         Raises:
             ValueError: the draft cannot draft so deep, or there are too few nodes.

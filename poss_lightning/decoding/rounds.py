@@ -43,7 +43,7 @@ class Calibration:
         self.accepted = torch.zeros_like(self.verified)
 
     def chance(self, scores: Tensor) -> Tensor:
-        """Path scores -> chances of acceptance, of the same shape."""
+        """Map path scores to chances of acceptance, of the same shape."""
         table = (self.accepted + TRUST * self.claimed) / (self.verified + TRUST)
         return table[torch.bucketize(-scores, self.edges)]
 
@@ -68,7 +68,7 @@ class Worth:
         self.tried, self.brought = torch.zeros_like(self.claimed), torch.zeros_like(self.claimed)
 
     def brings(self) -> Tensor:
-        """Tokens that the first 0, 1, … L places bring: (NGRAM + 1, L + 1)."""
+        """Return how many tokens the first 0, 1, … L places bring: (NGRAM + 1, L + 1)."""
         chances = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
         return torch.nn.functional.pad(chances.cumsum(1), (1, 0))
 

@@ -27,12 +27,12 @@ class Tree(NamedTuple):
 
 
 def root_tree(root: Tensor) -> Tree:
-    """A tree that is its root (B, 1)."""
+    """Make a tree of its root alone (B, 1)."""
     return Tree(root, torch.zeros_like(root), torch.zeros_like(root, dtype=torch.float32))
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
-    """(B, N) -> (B, N, N): True where j is i itself or on its path to the root, for trees of at most this depth."""
+    """Mark where j is i itself or on its path to the root, in trees of this depth or less: (B, N) -> (B, N, N)."""
     batch, nodes = parents.shape
     ancestors = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
     for _ in range(depth.bit_length()):  # known so many steps up, then twice as many; `parents`: so many steps up
@@ -42,7 +42,7 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
 
 
 def node_depths(parents: Tensor, depth: int) -> Tensor:
-    """The depth of each node (B, N) of trees of at most this depth; the root's is 0."""
+    """Return the depth of each node (B, N) of trees of at most this depth; the root's is 0."""
     at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
     depths = torch.zeros_like(parents)
     for _ in range(depth):
@@ -52,7 +52,7 @@ def node_depths(parents: Tensor, depth: int) -> Tensor:
 
 
 def rerank(tree: Tree, nodes: int) -> Tree:
-    """The `nodes` best nodes by path score, root included.
+    """Keep the `nodes` best nodes by path score, root included.
 
     A parent never scores below its child, and comes before it where they tie (the sort is stable), so the result is a
     tree.

@@ -25,7 +25,7 @@ class Verdict(NamedTuple):
 
 
 def judge(tree: Tree, ancestors: Tensor, choice: Tensor, depth: int) -> Verdict:
-    """The deepest node whose path is all chosen, and the choice after it.
+    """Find the deepest node whose path is all chosen, and the choice after it.
 
     Args:
         tree: N nodes; the children of a node differ.

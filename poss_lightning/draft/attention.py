@@ -26,7 +26,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def one_per_row(cls, batch: int, count: int, device: torch.device) -> "Packing":
-        """One conversation per row, without padding."""
+        """Pack one conversation per row, without padding."""
         return cls([[count]] * batch, torch.arange(count, device=device)[None])
 
 
@@ -37,7 +37,7 @@ def attend(
     packing: Packing,
     window: int | None = None,
 ) -> Tensor:
-    """Attention over one causal block and some diagonals, in one softmax.
+    """Attend over one causal block and some diagonals, in one softmax.
 
     Args:
         queries: (B, H, T, d)
@@ -69,19 +69,19 @@ def attend(
 
 
 def _shift_right(x: Tensor, steps: int) -> Tensor:
-    """(B, kv, T, d) moved to the right, for the heads that share it: (B, kv, 1, T, d)"""
+    """Move (B, kv, T, d) to the right, for the heads that share it: (B, kv, 1, T, d)."""
     return (x.roll(steps, 2) if steps else x)[:, :, None]
 
 
 def block_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The function that computes the causal block on this device."""
+    """Choose the function that computes the causal block on this device."""
     return flex_block if device.type == "cuda" else causal_block
 
 
 def causal_block(
     queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention to the slots t - window < s <= t - skip of the same conversation, some queries at a time.
+    """Attend to the slots t - window < s <= t - skip of the same conversation, some queries at a time.
 
     Returns:
         The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
@@ -146,7 +146,7 @@ class _Tile(NamedTuple):
         return self.row, slice(None), slice(self.oldest, max(self.stop - self.skip, self.start + 1))
 
     def take(self, x: Tensor, keys: Tensor) -> Tensor:
-        """(B, H, T, ...) -> (kv, H/kv * r, ...)"""
+        """Group rows by key head: (B, H, T, ...) -> (kv, H/kv * r, ...)."""
         picked = x[self.row, :, self.first : self.stop]
         return picked.reshape(keys.shape[1], -1, *picked.shape[2:] or (1,))
 
@@ -154,7 +154,7 @@ class _Tile(NamedTuple):
         x[self.row, :, self.first : self.stop] = value.reshape(x[self.row, :, self.first : self.stop].shape)
 
     def scores(self, scaled: Tensor, keys: Tensor) -> Tensor:
-        """(kv, H/kv * r, n) in float32, hidden keys -inf."""
+        """Return scores (kv, H/kv * r, n) in float32, hidden keys -inf."""
         seen = keys[self.keys]  # (kv, n, d)
         scores = (self.take(scaled, keys) @ seen.mT).float()
         slots = torch.arange(self.oldest, self.oldest + seen.shape[1], device=keys.device)  # (n,)
@@ -183,7 +183,7 @@ def _tiles(lengths: list[list[int]], count: int, skip: int, window: int | None) 
 def flex_block(
     queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`causal_block` through FlexAttention; its mask is made block by block, never (T, T).
+    """Compute `causal_block` by FlexAttention; its mask is made block by block, never (T, T).
 
     Rows are laid end to end and padded to whole blocks, at least two, and `skip` is inside a tensor, so all batches and
     passes have one form. Otherwise dynamo compiles again for one row, for one block, and for fewer slots than a block.

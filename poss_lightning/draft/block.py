@@ -43,7 +43,7 @@ class Block(Specialists):
         packing: Packing | None = None,
         begins: Tensor | None = None,
     ) -> list[Tensor]:
-        """`draft_blocks`: one call per step, for strategies that shard or wrap the draft."""
+        """Call `draft_blocks`: one call per step, for strategies that shard or wrap the draft."""
         return draft_blocks(self, embedded, draft_input, depth, packing, begins)
 
     @property
@@ -99,7 +99,7 @@ def draft_blocks(
 
 
 def begin_blocks(draft: Block, embedded: Tensor) -> Tensor:
-    """The input of the first layer: embeddings of the newest tokens (N, D) -> (N, P, D)."""
+    """Make the input of the first layer from embeddings of the newest tokens: (N, D) -> (N, P, D)."""
     masks = draft.mask.to(embedded.dtype).expand(len(embedded), draft.config.depth, -1)
     return torch.cat([embedded[:, None], masks], dim=1)
 
@@ -107,7 +107,7 @@ def begin_blocks(draft: Block, embedded: Tensor) -> Tensor:
 def attend_blocks(
     queries: Tensor, context: KeysValues, own: KeysValues, at: Tensor, packing: Packing, window: int | None = None
 ) -> Tensor:
-    """Attention of N blocks, (N, H, P, d), in one softmax over context and block.
+    """Attend from N blocks (N, H, P, d) to context and block, in one softmax.
 
     Args:
         queries: (N, H, P, d)

@@ -69,7 +69,7 @@ def push_to_hub(
 
 
 def model_card(draft: Specialists, repo_id: str, license: str | None = None, measured: str = "") -> ModelCard:
-    """The card of a draft.
+    """Write the card of a draft.
 
     Args:
         draft: as it is uploaded.
@@ -111,5 +111,5 @@ def is_hub_id(name: str) -> bool:
 
 
 def public_target(name: str) -> str:
-    """A target's name as strangers may read it: a hub id, or the last part of a path."""
+    """Return a target's name as strangers may read it: a hub id, or the last part of a path."""
     return name if is_hub_id(name) else Path(public_name(name)).name

@@ -65,7 +65,7 @@ class DraftOptions:
         refuse_types(self)
 
     def config_for(self, target: TargetSpec, **fields: Any) -> "DraftConfig":
-        """The config of a draft for a target, with other fields of it. Raises ValueError, as that does."""
+        """Make the config of a draft for a target, with other fields of it. Raises ValueError, as that does."""
         return DraftConfig(**vars(self) | fields, target=target)
 
 
@@ -202,21 +202,21 @@ class DraftConfig(DraftOptions):
         return tuple(index for index, run in enumerate(self.allocation) for _ in range(run))
 
     def specialist_at(self, position: int) -> int:
-        """The specialist (from 0) that serves a draft position (from 1); past the end it is the last one."""
+        """Return the specialist (from 0) of a draft position (from 1); past the end it is the last one."""
         return self.specialists[min(position, len(self.specialists)) - 1]
 
     def kv_specialist(self, position: int, first: int) -> int:
-        """The maker of the keys and values that `position` reads of a slot that position `first` was first to read."""
+        """Return whose keys and values `position` reads of a slot that position `first` was first to read."""
         return self.specialist_at(first if self.kv == "shared" else position)
 
     def kv_pairs(self, depth: int) -> set[tuple[int, int]]:
-        """All (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
+        """List (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
         return {(self.kv_specialist(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
 
     # --- its file ---
 
     def to_json(self) -> str:
-        """The content of config.json."""
+        """Return the content of config.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @classmethod

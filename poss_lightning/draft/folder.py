@@ -25,27 +25,27 @@ PUBLISHED = {  # formats of published drafts, by a key or an architecture in con
 
 
 def encode_digests(digests: frozenset[int]) -> str:
-    """Eight bytes per number, in base 64."""
+    """Write eight bytes per number, in base 64."""
     return base64.b64encode(np.array(sorted(digests), "<u8").tobytes()).decode()
 
 
 def decode_digests(text: str) -> frozenset[int]:
-    """What `encode_digests` wrote. Raises ValueError for anything else."""
+    """Read what `encode_digests` wrote. Raises ValueError for anything else."""
     return frozenset(np.frombuffer(base64.b64decode(text, validate=True), "<u8").tolist())
 
 
 def shipped() -> list[str]:
-    """Names of the drafts that come with the package, e.g. embedded-hass."""
+    """List the drafts that come with the package, e.g. embedded-hass."""
     return sorted(folder.name for folder in SHIPPED.iterdir()) if SHIPPED.is_dir() else []
 
 
 def local_folder(source: str | Path) -> Path:
-    """The local folder of that name, or else the folder of the shipped draft."""
+    """Return the local folder of that name, or else the folder of the shipped draft."""
     return SHIPPED / source if source in shipped() and not Path(source).is_dir() else Path(source)
 
 
 def find_draft(source: str | Path) -> Path:
-    """The folder of a draft: local, shipped, or downloaded from the hub. Raises FileNotFoundError."""
+    """Return the folder of a draft: local, shipped, or downloaded from the hub. Raises FileNotFoundError."""
     if (folder := local_folder(source)).is_dir():
         return folder
     known = ", ".join(shipped()) or "none"
@@ -63,7 +63,7 @@ def check_state(state: Mapping[str, Tensor]) -> None:
 
 
 def published_format(stored: dict[str, Any]) -> str:
-    """The format of a published draft, by its config.json; "eagle" where that says nothing."""
+    """Return the format of a published draft, by its config.json; "eagle" where that says nothing."""
     names = stored.get("architectures")
     found = [*stored, *(names if isinstance(names, list) else ())]
     return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
@@ -76,7 +76,7 @@ def check_draft(source: str | Path, folder: Path | None = None) -> None:
 
 
 def _describe_other(path: Path, source: str | Path) -> str:
-    """What a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
+    """Say what a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
     if path.suffix == ".ckpt" and path.is_file():
         return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
     if path.is_file():

@@ -113,7 +113,7 @@ KINDS: dict[str, type[Specialists]] = {"eagle2": Eagle2, "eagle3": Eagle3, "bloc
 
 
 def make_draft(config: DraftConfig, vocabulary: Tensor | None = None) -> Specialists:
-    """A draft of its kind with random weights; arguments and errors are those of `Specialists`."""
+    """Make a draft of its kind with random weights; arguments and errors are those of `Specialists`."""
     return KINDS[config.kind](config, vocabulary)
 
 

@@ -44,17 +44,17 @@ class Specialist(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def queries(self, z: Tensor, rope: Rope) -> Tensor:
-        """(B, T, Z) -> (B, H, T, d)"""
+        """Project queries: (B, T, Z) -> (B, H, T, d)."""
         return apply_rope(_heads(self.q_proj(self.attention_input(z)), self.head_dim), rope)
 
     def keys_values(self, z: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """(B, T, Z) -> keys and values, (B, kv heads, T, d) each."""
+        """Project keys and values: (B, T, Z) -> (B, kv heads, T, d) each."""
         x = self.attention_input(z)
         keys, values = _heads(self.k_proj(x), self.head_dim), _heads(self.v_proj(x), self.head_dim)
         return apply_rope(keys, rope), values
 
     def after_attention(self, z: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer: z (B, T, Z) and attended values (B, H, T, d) -> predicted features (B, T, D)."""
+        """Compute the rest of the layer: z (B, T, Z), attended values (B, H, T, d) -> predicted features (B, T, D)."""
         hidden = self.residual(z) + self.o_proj(attended.transpose(1, 2).flatten(2))
         normed = self.norm(hidden)
         return hidden + self.down_proj(nn.functional.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -77,19 +77,19 @@ class Specialist(nn.Module):
     # --- where the layouts differ ---
 
     def attention_input(self, z: Tensor) -> Tensor:
-        """What queries, keys and values are projected from: (B, T, Z) -> (B, T, Z)."""
+        """Return what queries, keys and values are projected from: (B, T, Z) -> (B, T, Z)."""
         return z
 
     def residual(self, z: Tensor) -> Tensor:
-        """What attention is added to: (B, T, Z) -> (B, T, D)."""
+        """Return what attention is added to: (B, T, Z) -> (B, T, D)."""
         return z
 
     def shared_input(self, z: Tensor) -> Tensor:
-        """The part of `attention_input` that is the same for all specialists: (B, T, Z) -> (B, T, Z)."""
+        """Return the part of `attention_input` that is the same for all specialists: (B, T, Z) -> (B, T, Z)."""
         return z
 
     def kv_weight(self) -> Tensor:
-        """From `shared_input` to keys and values, before their rotary angles: (2 * kv heads * d, Z)."""
+        """Return the weights from `shared_input` to keys and values before rotation: (2 * kv heads * d, Z)."""
         return torch.cat([self.k_proj.weight, self.v_proj.weight])
 
 
@@ -139,7 +139,7 @@ class BlockLayer(Specialist):
         return self.context_keys_values(self.input_norm(z), rope)
 
     def context_keys_values(self, context: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Keys and values of the context (B, T, D): (B, kv heads, T, d) each."""
+        """Project keys and values of the context: (B, T, D) -> (B, kv heads, T, d) each."""
         keys, values = _heads(self.k_proj(context), self.head_dim), _heads(self.v_proj(context), self.head_dim)
         return apply_rope(self.k_norm(keys), rope), values
 

@@ -17,7 +17,7 @@ class Rope(NamedTuple):
     sin: Tensor
 
     def at(self, place: int) -> "Rope":
-        """The angles of one of the T positions, for any number of slots there."""
+        """Return the angles of one of the T positions, for any number of slots there."""
         return Rope(self.cos[:, :, place : place + 1], self.sin[:, :, place : place + 1])
 
 
@@ -53,7 +53,7 @@ class RopeScaling:
 
 
 def rope_at(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:
-    """Rotary angles of positions (B or 1, T)."""
+    """Compute rotary angles of positions (B or 1, T)."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     frequencies = theta**-exponents
     angles = positions[:, None, :, None].float() * (scaling(frequencies) if scaling else frequencies)  # (B, 1, T, d/2)

@@ -77,15 +77,15 @@ class Specialists(nn.Module):
     # --- what a kind says ---
 
     def fuse(self, draft_input: Tensor) -> Tensor:
-        """Features made of what the draft reads of the target: (B, T, R) -> (B, T, D)."""
+        """Make features of what the draft reads of the target: (B, T, R) -> (B, T, D)."""
         return self.fc(draft_input * self.scale.to(draft_input.dtype))
 
     def head_input(self, predicted: Tensor) -> Tensor:
-        """What the head reads of predicted features: (..., D) -> (..., D)."""
+        """Return what the head reads of predicted features: (..., D) -> (..., D)."""
         return predicted
 
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
-        """Logits of predicted features (..., D) over the draft's vocabulary, to which `embed_head` is cut: (..., V).
+        """Return logits of predicted features over the draft's vocabulary: (..., D) -> (..., V).
 
         `product` is how to multiply by the head of `embed_head`.
         """
@@ -94,12 +94,12 @@ class Specialists(nn.Module):
     # --- one step ---
 
     def rope_at(self, positions: Tensor) -> Rope:
-        """Rotary angles of slots at positions (B or 1, T)."""
+        """Compute rotary angles of slots at positions (B or 1, T)."""
         spec = self.config.target
         return rope_at(positions, spec.head_dim, self.config.rope_theta or spec.rope_theta, self.config.rope_scaling)
 
     def token_ids(self, rows: Tensor) -> Tensor:
-        """Rows of the head -> the target's token ids."""
+        """Map rows of the head to the target's token ids."""
         return rows if self.vocabulary is None else self.vocabulary[rows]
 
     # --- how it begins ---
@@ -141,7 +141,7 @@ class Specialists(nn.Module):
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 
     def copy_from(self, other: "Specialists") -> None:
-        """The part of `start_from` after its checks."""
+        """Take over another draft's weights, after the checks of `start_from`."""
         self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
         self.trained_on = other.trained_on
         apart = ("layers.", "lm_head.", "vocabulary")
@@ -151,7 +151,7 @@ class Specialists(nn.Module):
             layer.start_from(source)
 
     def sources(self, other: "Specialists") -> list[Specialist]:
-        """The layer of another draft that each of its own layers starts from."""
+        """List the layer of another draft that each of its own layers starts from."""
         firsts = [self.config.specialists.index(index) + 1 for index in range(len(self.layers))]
         return [other.layers[other.config.specialist_at(first)] for first in firsts]
 

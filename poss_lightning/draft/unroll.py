@@ -33,15 +33,15 @@ class Chain(Specialists):
         packing: Packing | None = None,
         begins: Tensor | None = None,
     ) -> list[Tensor]:
-        """`unroll`, which begins everywhere: one call per step, for strategies that shard or wrap the draft."""
+        """Call `unroll`, which begins everywhere: one call per step, for strategies that shard or wrap the draft."""
         return unroll(self, embedded, draft_input, depth, packing)
 
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
-        """z of a slot: the token on its right with the feature on its left, (B, T, D) each -> (B, T, Z)."""
+        """Make z of a slot from the token on its right and the feature on its left: (B, T, D) each -> (B, T, Z)."""
         return torch.cat([embedded.to(features.dtype), features], dim=-1)
 
     def next_features(self, predicted: Tensor) -> Tensor:
-        """What `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
+        """Return what `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
         return predicted
 
 
