@@ -80,7 +80,6 @@ def extract(
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *STORE_FILES)
     rank = this_rank()
-    _check_engine(engine, tensor_parallel, parallel)
     conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":
         where = choose_device(device)
@@ -105,18 +104,3 @@ def extract(
     if rank.rank == 0 and is_finished(Path(out)):
         manifest = Manifest.load(Path(out))
         print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
-
-
-def _check_engine(engine: str, tensor_parallel: int, parallel: Parallel) -> None:
-    """Raise ValueError if engine and processes do not fit together."""
-    if engine != "vllm":
-        if tensor_parallel > 1:
-            raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
-        return
-    if parallel != "none":
-        raise ValueError(f"parallel is {parallel!r}, with which vLLM does nothing: give --tensor_parallel instead")
-    if (world := this_rank().world) > 1:
-        raise ValueError(
-            f"engine is 'vllm' in one of {world} processes, and starts its own: give the command by itself, once "
-            "for each group of GPUs (CUDA_VISIBLE_DEVICES); they share the shards"
-        )

@@ -13,7 +13,6 @@ from poss_lightning.files import atomic_folder, read_json
 from poss_lightning.terminal import announced
 
 PICKLED = "pytorch_model.bin"
-POINTER = b"version https://git-lfs"  # how a file begins that Git LFS has not downloaded
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
 
 
@@ -30,9 +29,6 @@ def load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        if file.read(len(POINTER)) == POINTER:
-            raise ValueError(f"{path} is a Git LFS pointer, and not the tensors: run git lfs pull")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

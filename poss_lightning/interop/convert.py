@@ -1,8 +1,7 @@
 """`poss convert`: turn a published draft into a folder of ours, and back."""
 
 import json
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -10,12 +9,11 @@ from typing import Any, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft, published_format
+from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.files import check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
-from poss_lightning.interop.layouts import LAYOUTS, METHODS, NUMBERED, Layout, check_expressible, find_layout, refuse
+from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
 from poss_lightning.interop.tensors import Draft, check_frozen, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
@@ -59,13 +57,13 @@ def convert(
     check_new(out)
     if ours:
         draft = _load_ours(source)
-        _check_output(draft.config, output_format, source)
         loaded = Target.load(target, dtype=None, device="cpu")
         difference = draft.config.target.difference(loaded.spec)
         refuse((difference is not None, f"{source} was trained for a different target: {difference}"))
     else:
-        draft, loaded = _load_published(source, input_format, allocation, target)
-        _check_output(draft.config, output_format, source)
+        published = read_published(source, input_format, allocation)
+        loaded = Target.load(target, dtype=None, device="cpu")
+        draft = parse_published(*published, loaded)
     _write(draft, Path(out), output_format, loaded)
 
 
@@ -79,28 +77,16 @@ def _load_ours(source: str) -> Draft:
     return Draft(config, state)
 
 
-def _load_published(source: str, input_format: str, given: list[int] | None, target: str) -> tuple[Draft, Target]:
-    """A draft in a published format, and its target, which is loaded once the files are known to agree."""
-    published, tensors, layout, allocation = read_published(source, input_format, given)
-    loaded = Target.load(target, dtype=None, device="cpu")
-    with _prefix_errors(_mismatch(source, input_format)):
-        return parse_published(published, tensors, layout, allocation, loaded), loaded
-
-
 def read_published(
     source: str, input_format: str, given: list[int] | None
 ) -> tuple[dict[str, Any], dict[str, Tensor], Layout, list[int]]:
     """The files of a published draft: config.json on one level, tensors, layout and allocation."""
     folder = fetch(source, "draft", checkpoints.FILES)
-    stored, tensors = read_json(folder / CONFIG), checkpoints.load_tensors(folder)
-    with _prefix_errors(_mismatch(source, input_format)):
-        layout = _find_input_layout(input_format, stored, tensors)
-        published = speculators.flatten(stored) if layout.nested else stored
-        return published, tensors, layout, _find_allocation(layout, given, stored, tensors)
-
-
-def _mismatch(source: str, input_format: str) -> str:
-    return f"{source} does not fit --input_format {input_format}"
+    stored, tensors, layout = read_json(folder / CONFIG), checkpoints.load_tensors(folder), LAYOUTS[input_format]
+    if layout.kind == "eagle3" and NUMBERED in tensors:  # as NVIDIA's ModelOpt names EAGLE-3's one layer
+        layout = replace(layout, layer="layers.{}")
+    published = speculators.flatten(stored) if layout.nested else stored
+    return published, tensors, layout, _find_allocation(layout, given, stored, tensors)
 
 
 def parse_published(
@@ -119,26 +105,6 @@ def parse_published(
     return to_ours(tensors, config, layout, ids, target.embed_head)
 
 
-def _find_input_layout(input_format: str, stored: dict[str, Any], tensors: Collection[str]) -> Layout:
-    """The layout of a published draft. Raises ValueError, with the right format, where its files are of another."""
-    found, layout, layers = published_format(stored), LAYOUTS[input_format], LAYOUTS["speed"].count_layers(tensors)
-    right, why = input_format, ""
-    if found in ("speculators", "dflash"):
-        right, why = found, f"its config.json is of the {found} format"
-    elif any(name.startswith("midlayer.") for name in tensors):
-        right, why = "eagle3", "its layer is EAGLE-3's midlayer"
-    elif NUMBERED in tensors:
-        right = "speed" if layers > 1 or input_format == "speed" else "eagle3"
-        why = f"its layers are EAGLE-3's and numbered, {layers} in all"
-    elif layout.kind == "eagle3" and (layers or layout.nested):
-        right, why = "poss" if layers > 1 else "eagle", f"it has no {NUMBERED}, as EAGLE-3 has"
-    refuse(
-        ("target" in stored, "its config.json is of our format: leave out --input_format"),
-        (right != input_format, f"{why}: say --input_format {right}"),
-    )
-    return replace(layout, layer="layers.{}") if right == "eagle3" and NUMBERED in tensors else layout
-
-
 def _find_allocation(
     layout: Layout, given: list[int] | None, stored: dict[str, Any], tensors: Collection[str]
 ) -> list[int]:
@@ -146,43 +112,27 @@ def _find_allocation(
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
         return [settings.find_positions(stored)]
-    given = given or settings.mapping(stored, settings.CONFIG_KEY).get("allocation")
-    if layers := layout.count_layers(tensors):  # else `to_ours` names the first missing tensor
-        has = f"it has {layers} layers" if layers > 1 else "it has one layer"
-        refuse(
-            (layers > 1 and not layout.several, f"{has}; if they are specialists, say --input_format poss"),
-            (
-                layout.several and given is None,
-                f"{has}, and does not state how many positions each serves: give --allocation, e.g. [2,2,2]",
-            ),
-            (len(given or [1]) != layers, f"{has}, and allocation {given} is of {len(given or ())} specialists"),
-        )
+    runs = given or settings.mapping(stored, settings.CONFIG_KEY).get("allocation")
+    layers = layout.count_layers(tensors)
+    refuse(
+        (layers > 1 and not layout.several, f"it has {layers} layers, and a file of this format has one"),
+        (
+            layout.several and len(runs or ()) != layers,
+            f"it has {layers} layers, and allocation is {runs}: give the positions that each serves, as [2,2,2]",
+        ),
+    )
     stated = speculators.find_default_positions(stored) if layout.nested else None
-    return given or [stated or layout.positions]
-
-
-def _check_output(config: DraftConfig, output_format: str, source: str) -> None:
-    if output_format != "ours":
-        with _prefix_errors(f"{source} does not fit --output_format {output_format}"):
-            check_expressible(config, find_layout(output_format, config))
-
-
-@contextmanager
-def _prefix_errors(prefix: str) -> Iterator[None]:
-    """Put `prefix` before the message of a ValueError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{prefix}: {error}") from error
+    return runs or [stated or (7 if layout.kind == "eagle3" else 6)]
 
 
 def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
-    """Write the folder, and print how to load it."""
+    """Write the folder; ValueError if the format cannot express what the draft computes."""
     config, ids = draft.config, None
     if output_format == "ours":
         checkpoints.write_folder(out, draft.state, config.to_json())
     else:
         layout = find_layout(output_format, config)
+        check_expressible(config, layout)
         tensors = to_theirs(draft, layout, target.embed_head)
         published = settings.publish(config, layout, tensors, target.embed_head.tied)
         if layout.nested:
@@ -190,26 +140,5 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
-    layers = list(config.aux_layers)
-    inner = f"; reads the outputs of target layers {layers}, counted from 1" if layers else ""
-    print(f"{out}: {_describe_usage(output_format, config, out)}{inner}")
-
-
-def _describe_usage(output_format: str, config: DraftConfig, out: Path) -> str:
-    """How the software of an output format loads a draft."""
-    run, method = config.allocation[0], METHODS[config.kind]
-    options = json.dumps({"method": method, "model": str(out), "num_speculative_tokens": sum(config.allocation)})
-    plugin = output_format == "vllm" and find_layout("vllm", config).states_draft
-    mapped = config.vocabulary_size and method == "eagle"
-    return {
-        "ours": f"allocation {list(config.allocation)}, for {config.target.name}",
-        "eagle": f"EAGLE reads it as ea_model_path={out}",
-        "eagle3": f"EAGLE, vLLM and SGLang read it, EAGLE as ea_model_path={out} with use_eagle3=True",
-        "poss": f"PosS reads it with position_per_layer={run}, forward_num_total={run * len(config.allocation)}",
-        "speculators": f"vLLM reads it, and its target with it, with vllm serve {out}",
-        "dflash": f"vLLM and SGLang read it, vLLM with --speculative-config '{options}'",
-        "vllm": f"vLLM reads it{', where poss_lightning is installed too,' if plugin else ''} with "
-        f"--speculative-config '{options}'",
-        "sglang": f"SGLang reads it with --speculative-algorithm {method.upper()} --speculative-draft-model-path {out}"
-        + (f" --speculative-token-map {out / 'token_map.pt'}" if mapped else ""),
-    }[output_format]
+    layers = f", reading the outputs of target layers {list(config.aux_layers)}" if config.aux_layers else ""
+    print(f"{out}: allocation {list(config.allocation)}, for {config.target.name}{layers}")

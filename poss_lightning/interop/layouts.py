@@ -45,13 +45,11 @@ class Layout:
     kind: Kind = "eagle2"
     layer: str = "layers.{}"  # prefix of the names of a layer's tensors
     several: bool = False  # whether it has several layers, each of which serves some positions
-    positions: int = 6  # that a single layer serves in our config, where a file does not state it
     kv: Literal["separate", "shared"] = "separate"  # as in `DraftConfig`, where it has several layers
     depth: int | None = 1  # passes that its drafts are trained for; None for the sum of the allocation
     architecture: str = "LlamaForCausalLM"  # the name in its config.json
     embedding: bool = True  # whether the loading code needs the target's embedding in the file
     bias: Literal["fc", "always", "attention"] = "fc"  # where fc's bias is: there unless all zeros, always, moved
-    even: bool = True  # whether the loading code assumes that a head is hidden_size / heads wide
     vocabulary: Literal["d2t", "token_map"] | None = None  # a smaller one's place: tensors, or a file of its own
     knows: tuple[str, ...] = ()  # fields of `DraftConfig` that are off by default and that its code reads
     states_draft: bool = False  # whether its config.json holds ours, and so any allocation and kv
@@ -86,16 +84,14 @@ VLLM = (*LAYERS, *SWITCHES)  # what its EAGLE-3 code reads
 EAGLE3 = Layout(
     kind="eagle3",
     layer="midlayer",
-    positions=7,
     depth=7,
     architecture="LlamaForCausalLMEagle3",  # ignored by EAGLE's own code, known to vLLM and SGLang
     embedding=False,
-    even=False,
     vocabulary="d2t",
 )
 SPEED = replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared")
-DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, even=False, knows=LAYERS)
-ENGINE = Layout(embedding=False, even=False, knows=ANGLES)  # EAGLE-2's single layers in vLLM and SGLang
+DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, knows=LAYERS)
+ENGINE = Layout(embedding=False, knows=ANGLES)  # EAGLE-2's single layers in vLLM and SGLang
 LAYOUTS = {  # by what a file is called
     "eagle": Layout(),
     "hass": Layout(depth=3),
@@ -125,7 +121,6 @@ ENGINES = {  # layouts of drafts that engines load by themselves, by kind; the l
         "block": DFLASH,
     },
 }
-OUTPUTS = [*(name for name in LAYOUTS if name not in ("hass", "speed")), *ENGINES]  # formats that are written, too
 # What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
 POSS = "PossForCausalLM"
 SERVED = {
@@ -157,11 +152,7 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a layout cannot express what a draft of ours computes."""
     if conflicts := _find_conflicts(config, layout):
         name, (ours, theirs) = next(iter(conflicts.items()))
-        able = [output for output in OUTPUTS if not _find_conflicts(config, find_layout(output, config))]
-        advice = f"use --output_format {' or '.join(able)}" if able else "no other published layout can express it"
-        if name == "vocabulary_size":
-            advice += f", or give it all tokens by `poss export DRAFT OUT --vocabulary_size {theirs}`"
-        raise ValueError(f"its {name} is {ours}, and in this layout it is {theirs}; {advice}")
+        raise ValueError(f"the draft's {name} is {ours}; in this output_format it must be {theirs}")
     check_layers(config)
 
 
@@ -181,7 +172,7 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
         fields["vocabulary_size"] = config.vocabulary_size or spec.vocab_size, spec.vocab_size
     if not config.own_head:
         fields |= {"target's logit_scale": (spec.logit_scale, 1.0), "target's logit_cap": (spec.logit_cap, None)}
-    if layout.even:
+    if layout.kind == "eagle2" and layout.embedding:  # EAGLE's own code assumes it
         fields["target's head_dim"] = spec.head_dim, spec.hidden_size // spec.heads
     return {name: (ours, theirs) for name, (ours, theirs) in fields.items() if ours != theirs}
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from poss_lightning.features.shards import TargetReader, TextFeatures
-from poss_lightning.serving import TESTED
 from poss_lightning.serving.hooks import changed_hooks
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced, is_verbose
@@ -141,39 +140,32 @@ class Vllm:
             raise ValueError(f"engine is 'vllm', which cannot be imported here ({error}): pip install vllm") from error
         if changed := changed_hooks():
             raise ValueError(f"engine is 'vllm', and vLLM {vllm.__version__} lacks or changed {'; '.join(changed)}")
-        self._name = f"vLLM {vllm.__version__} (tested: {TESTED})"
         self._folder = tempfile.TemporaryDirectory(prefix="poss-states-")
         self._one_token = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        try:
-            self._model = vllm.LLM(
-                target.model.name_or_path,
-                skip_tokenizer_init=True,
-                load_format="safetensors",
-                dtype=target.dtype_name,
-                tensor_parallel_size=tensor_parallel,
-                max_model_len=longest + 1,
-                gpu_memory_utilization=0.85,  # the rest is for embedding, head and logits
-                enforce_eager=True,  # texts have all lengths, and nothing is decoded
-                enable_prefix_caching=False,  # the states of a cached prefix would not be computed
-                speculative_config={
-                    "method": "extract_hidden_states",
-                    "num_speculative_tokens": 1,
-                    "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(written)}},
-                },
-                kv_transfer_config={
-                    "kv_connector": "FeatureConnector",
-                    "kv_connector_module_path": "poss_lightning.serving.connector",
-                    "kv_role": "kv_producer",
-                    "kv_connector_extra_config": {"shared_storage_path": self._folder.name},
-                },
-            )
-        except (RuntimeError, ImportError) as error:  # in other versions the connector may not find its parent
-            raise ValueError(f"{self._name} does not start with target {target.spec.name!r}: {error}") from error
+        self._model = vllm.LLM(
+            target.model.name_or_path,
+            skip_tokenizer_init=True,
+            load_format="safetensors",
+            dtype=target.dtype_name,
+            tensor_parallel_size=tensor_parallel,
+            max_model_len=longest + 1,
+            gpu_memory_utilization=0.85,  # the rest is for embedding, head and logits
+            enforce_eager=True,  # texts have all lengths, and nothing is decoded
+            enable_prefix_caching=False,  # the states of a cached prefix would not be computed
+            speculative_config={
+                "method": "extract_hidden_states",
+                "num_speculative_tokens": 1,
+                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(written)}},
+            },
+            kv_transfer_config={
+                "kv_connector": "FeatureConnector",
+                "kv_connector_module_path": "poss_lightning.serving.connector",
+                "kv_role": "kv_producer",
+                "kv_connector_extra_config": {"shared_storage_path": self._folder.name},
+            },
+        )
 
     def __call__(self, texts: list[list[int]]) -> list[str]:
         prompts = [{"prompt_token_ids": text} for text in texts]
-        try:
-            outputs = self._model.generate(prompts, self._one_token, use_tqdm=False)
-        except Exception as error:  # its processes died, for whatever reason
-            raise ValueError(f"{self._name} ended while it read texts; its log says why: {error}") from error
+        outputs = self._model.generate(prompts, self._one_token, use_tqdm=False)
         return [output.kv_transfer_params["hidden_states_path"] for output in outputs]

@@ -58,7 +58,7 @@ def write(folder: Path, target: Target, changes: dict) -> Path:
     return put(folder, eagle3(layers=("layers.0",)) | embedding, base=CONFIG, **changes)
 
 
-def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, deep_folder, capsys):
+def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_path, deep_folder):
     rope = {"rope_theta": 50.0, "rope_type": "default"}
     given = layer(rope_parameters=rope, layer_types=["sliding_attention"], sliding_window=16)
     convert(write(tmp_path / "theirs", deep, given), tmp_path / "ours", "--input_format", "speculators")
@@ -67,7 +67,6 @@ def test_a_published_file_drafts_as_eagle_3_and_comes_back(convert, deep, tmp_pa
     assert (config.kind, config.allocation, config.rope_theta, config.window) == ("eagle3", (7,), 50.0, 16)
     agree(tmp_path / "theirs", draft, deep)
     convert(tmp_path / "ours", tmp_path / "back", "--output_format", "speculators")
-    assert f"vllm serve {tmp_path / 'back'}" in capsys.readouterr().out
     assert same(read(tmp_path / "back"), read(tmp_path / "theirs"))
     back, known = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("back", "theirs"))
     known["speculators_config"]["verifier"]["name_or_path"] = deep_folder
