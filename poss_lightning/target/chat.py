@@ -3,12 +3,13 @@
 import re
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.target.spelling import Spelling
-from poss_lightning.target.template import MARK, OTHER_MARK, THOUGHTS, Message, Template, Variables, thinking
+from poss_lightning.target.template import MARK, THOUGHTS, Message, Template, Variables
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Rendered:
 
 
 SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
+# What a template puts before an answer without a thought; its opening may be in the prompt.
+_EMPTY_THOUGHT = re.compile(r"\s*(<[^<>/]*think[^<>]*>\s*)?</[^<>]*think[^<>]*>\s*")
 
 
 @dataclass(frozen=True)
@@ -167,7 +170,7 @@ class Chat:
         content, finished = message["content"], self.template.text(messages[: i + 1], variables)
         cut, thoughts = message.get("finish_reason") == "length", _thoughts(message).strip()
         calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        shared, opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
+        opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
         in_thought = prompt.rstrip().endswith("<think>")
         cut_thought = thoughts if cut and not content.strip() and not calls else ""
         if thoughts and in_thought and _squeeze(thoughts) not in _squeeze(tail):  # the template reads its content alone
@@ -177,64 +180,32 @@ class Chat:
         # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
         is_open = in_thought or content.lstrip().startswith("<think>")
         if cut and is_open and not thoughts and "</think>" not in content:
-            return _Answer(prompt, "", _after("<think>" * in_thought, content))
+            return _Answer(prompt, "", content)
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
             raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
-        body, stop = self._until_stop(tail)
+        stop = min((text for text in self._stop_texts if text in tail), key=tail.index, default="")
+        body, end = tail.partition(stop)[0] if stop else tail, "" if cut else stop
         said, shown = _squeeze(content), _squeeze(body)
-        if not stop and said not in shown:
-            raise ValueError(f"message {i}: the chat template writes neither content nor stop token: {tail[:40]!r}")
-        _check_said(message, i, shown)
-        end = "" if cut else stop
-        # What the template drops of the content: its thoughts; or their opening, which is in the prompt already.
-        missing = said[: len(said) - len(shown)] if shown and said.endswith(shown) else ""
-        if missing and not _squeeze(prompt[:shared]).endswith(missing):
-            return _Answer(prompt, "", _after(opened, content) + end)
+        _check_said(message, i, calls, shown)
+        if said not in shown:
+            if not shown or not said.endswith(shown):
+                raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
+            # What the template drops: thoughts; or their opening alone, if the prompt has it.
+            if not _squeeze(prompt.removesuffix(opened)).endswith(said.removesuffix(shown)):
+                return _Answer(prompt, "", _after(opened, content) + end)
         if opened:
-            raise ValueError(
-                f"message {i}: the chat template opens an answer with {opened!r} but writes a finished one "
-                f"with {tail[:40]!r}, so what the assistant wrote cannot be told"
-            )
-        if said not in shown and not missing:
-            raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
+            raise ValueError(f"message {i}: the chat template opens an answer with {opened!r} and later drops that")
         if cut_thought and cut_thought in body:
             body = body[: body.rindex(cut_thought) + len(cut_thought)]
-        if not stop:  # the answer ends with its content; what follows belongs to the template
-            kept = "" if message.get("tool_calls") else content if content in body else content.strip()
+        elif not stop:  # the answer ends with its content; what follows belongs to the template
+            kept = "" if calls else content if content in body else content.strip()
             body = body[: body.rindex(kept) + len(kept)] if kept and kept in body else body.rstrip()
-        begins = content.strip() and tail.lstrip().startswith(content.strip())
-        lead = 0 if begins or missing else self._empty_thought(messages[: i + 1], tail, shared, variables)
-        if not body[lead:] + end:
-            raise ValueError(f"message {i}: the chat template writes nothing of it")
+        lead = 0
+        if not thoughts and said in shown and not (said and shown.startswith(said)):
+            framed = self.template.text([*messages[:i], {"role": "assistant", "content": MARK}], variables)
+            before = _parted(prompt, framed, MARK)[1].partition(MARK)[0]
+            lead = len(before) if _EMPTY_THOUGHT.fullmatch(before) and body.startswith(before) else 0
         return _Answer(prompt, tail[:lead], body[lead:] + end)
-
-    def _until_stop(self, tail: str) -> tuple[str, str]:
-        """Split a text at its first stop token: what comes before, and the token's letters ("" if there is none)."""
-        place, stop = min(((tail.index(stop), stop) for stop in self._stop_texts if stop in tail), default=(None, ""))
-        return tail[:place], stop
-
-    def _empty_thought(self, messages: list[Message], tail: str, shared: int, variables: Variables) -> int:
-        """Measure the empty thought that the template puts before an answer without one; usually 0 letters.
-
-        It is what surrounds a thought. What stands before any answer, as a channel's name, belongs to the answer.
-        """
-        *before, answer = messages
-        if _thoughts(answer):
-            return 0
-        inline = {"content": f"<think>\n{MARK}\n</think>\n\n{OTHER_MARK}"}
-        for thought in (thinking(MARK) | {"content": OTHER_MARK}, inline):
-            try:
-                text = self.template.text([*before, answer | thought], variables)
-            except ValueError:
-                continue
-            opening, _, rest = text[shared:].partition(MARK)
-            closing, found, _ = rest.partition(OTHER_MARK)
-            form = _squeeze(opening + closing)
-            if found and form and not _squeeze(answer["content"]).startswith(form):
-                length = next((n for n in range(1, len(tail) + 1) if _squeeze(tail[:n]) == form), 0)
-                blanks = closing[len(closing.rstrip()) :]
-                return length and length + (len(blanks) if tail[length:].startswith(blanks) else 0)
-        return 0
 
     def _check_tokens(self, messages: list[Message]) -> None:
         for i, message in enumerate(messages):
@@ -249,10 +220,8 @@ class Chat:
 
     def _open(self, messages: list[Message], variables: Variables) -> str:
         """Render the text up to where the assistant answers the last message."""
-        if not messages or messages[0]["role"] == "assistant":
-            raise ValueError("nobody speaks before the answer: there are no messages, or message 0 is the assistant's")
-        if messages[-1]["role"] == "assistant":
-            raise ValueError(f"nobody speaks before the answer: message {len(messages) - 1} is the assistant's too")
+        if not messages or "assistant" in (messages[0]["role"], messages[-1]["role"]):
+            raise ValueError("nobody speaks before the answer: no message, or the first or last is the assistant's")
         return self.template.text(messages, variables, open_answer=True)
 
     # --- tokens ---
@@ -298,14 +267,13 @@ def _thoughts(message: Message) -> str:
     return next((message[name] for name in THOUGHTS if message.get(name)), "")
 
 
-def _check_said(message: Message, i: int, shown: str) -> None:
+def _check_said(message: Message, i: int, calls: list[str], shown: str) -> None:
     """Raise ValueError if an answer's thoughts or tool calls are missing from what is shown of it."""
     if _squeeze(_thoughts(message)) not in shown:
         raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
-    names = [_squeeze(call["function"]["name"]) for call in message.get("tool_calls", ())]
-    for name in names:
-        if shown.count(name) < names.count(name):
-            raise ValueError(f"message {i}: the chat template leaves out its call of {name!r}")
+    names = [_squeeze(name) for name in calls]
+    if missing := [name for name in names if shown.count(name) < names.count(name)]:
+        raise ValueError(f"message {i}: the chat template leaves out its call of {missing[0]!r}")
 
 
 def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
@@ -325,21 +293,20 @@ def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
     return replace(answer, written=_after("<think>", written))
 
 
-def _parted(prompt: str, finished: str, said: str) -> tuple[int, str, str]:
-    """Return how many letters a prompt shares with its finished text, the rest of the prompt, and what follows.
+def _parted(prompt: str, finished: str, said: str) -> tuple[str, str]:
+    """Return what a finished text lacks of its prompt's end, and what follows the rest.
 
     Text far before an answer may change once it is finished: a system message that stands only before the last user's.
     """
-    pairs = zip(prompt, finished, strict=False)
-    shared = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(finished)))
-    tag = re.compile("</?think>").match(prompt, max(prompt.rfind("<", 0, shared), 0))
-    shared = tag.start() if tag and shared < tag.end() else shared  # never inside a tag
+    shared = len(commonprefix([prompt, finished]))  # noqa: RUF071, letter by letter
+    if shared < len(prompt) and prompt.rstrip().endswith("<think>"):
+        shared = min(shared, prompt.rindex("<think>"))  # never inside the tag
     rest = finished[shared:]  # which has the longest end of the prompt from here on, and so every shorter one
     begin = bisect_left(range(len(prompt)), True, lo=shared, key=lambda n: prompt[n:] in rest)
     _, found, tail = rest.rpartition(prompt[begin:] or MARK)
     if shared < len(prompt) and len(found) > SHORT and said and said in tail:
-        return len(prompt), "", tail
-    return shared, prompt[shared:], finished[shared:]
+        return "", tail
+    return prompt[shared:], rest
 
 
 def _squeeze(text: str) -> str:

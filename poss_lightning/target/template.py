@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]  # role, content, and whatever else a template reads: tool_calls, thoughts, name
 Variables = Mapping[str, Any]  # of a template, besides the messages: tools, enable_thinking
 
-MARK, OTHER_MARK = "\u241f one \u241f", "\u241f two \u241f"
+MARK = "\u241f one \u241f"
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thoughts, as templates call them
 _TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
