@@ -1,5 +1,6 @@
-"""The spec, and the embedding and head, of a transformers model."""
+"""What is taken of a transformers model: its spec, its embedding and head, a copy of the rest for decoding."""
 
+import copy
 import hashlib
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from poss_lightning.machine import free_bytes
+from poss_lightning.prepack import prepack
+from poss_lightning.target.grouped_attention import GROUPED
 from poss_lightning.target.masks import FULL
 from poss_lightning.target.spec import EmbedHead, TargetSpec
 
@@ -32,6 +36,32 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
     tied = head.weight is embedding.weight or rows.data_ptr() == embedding.weight.data_ptr()
     table = rows if tied else embedding.weight.detach().to(rows.device)
     return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
+
+
+def decoding_copy(model: PreTrainedModel) -> Any:
+    """Copy a model without its head for decoding: in eval mode, with the same parameters and buffers.
+
+    Its heads attend in groups, its products are prepacked. "Dynamic" rotary angles are fixed: within a target's context
+    they never change, but their code asks the device whether they should, which a CUDA graph cannot.
+    """
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    copied: Any = copy.deepcopy(model.base_model, shared).eval()
+    config = copied.config.get_text_config()
+    if config._attn_implementation == "sdpa":  # eager attention caps its scores, or adds to them
+        config._attn_implementation = GROUPED
+    for module in copied.modules():
+        if hasattr(module, "rope_type"):
+            module.rope_type = _without_dynamic(module.rope_type)
+    if 3 * sum(weight.nbytes for weight in model.parameters()) < (free_bytes("cpu") or 0):
+        prepack(copied)  # a layout takes as much memory again
+    return copied
+
+
+def _without_dynamic(kinds: Any) -> Any:
+    """Kinds of rotary angles, one or one per kind of layer, with "default" for "dynamic"."""
+    if isinstance(kinds, dict):
+        return {layers: _without_dynamic(kind) for layers, kind in kinds.items()}
+    return "default" if kinds == "dynamic" else kinds
 
 
 def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:

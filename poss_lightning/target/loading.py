@@ -58,7 +58,7 @@ def load_model(
         model = model.to(torch.float16) if narrow else model
         model = model if placed else model.to(device)
     except Exception as error:  # whatever a foreign file, its library or the device makes it raise
-        raise ValueError(explain_failure(name, error, device)) from error
+        raise ValueError(explain_failure(name, error)) from error
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(
             f"target {name!r} lacks {len(missing)} weights, the first is {missing[0]}: download its files again"
@@ -70,16 +70,13 @@ def load_model(
     return model, tokenizer, as_saved
 
 
-def explain_failure(name: str, error: Exception, device: str = "this device") -> str:
-    """Explain in one line why a target cannot be loaded or used."""
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    if isinstance(error, torch.OutOfMemoryError):
-        return f"target {name!r} does not fit on {device}: {line}"
+def explain_failure(name: str, error: Exception) -> str:
+    """Explain in one line why a target cannot be used."""
     if "trust_remote_code" in str(error):
-        return (
-            f"target {name!r} is not supported: it needs code that its files bring or name, and none of that is ever "
-            "run. Load it yourself if you trust it: poss_lightning.load(model, tokenizer=tokenizer)"
+        line = (
+            "it needs code that its files bring or name, and none of that is ever run. Load it yourself if you trust "
+            "it: poss_lightning.load(model, tokenizer=tokenizer)"
         )
-    if "CUDA" in line:
-        return f"target {name!r} cannot run on {device}: {line}"
-    return f"target {name!r} cannot be loaded: {line}"
+    else:
+        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return f"target {name!r} cannot be used: {line}"

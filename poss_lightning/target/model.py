@@ -1,6 +1,5 @@
 """The frozen target: any causal LM of transformers, used as features and a head."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,16 +13,16 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTra
 from transformers.cache_utils import Cache
 
 from poss_lightning.files import fetch
-from poss_lightning.machine import choose_dtype, free_bytes
-from poss_lightning.prepack import prepack, product_with
+from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.prepack import product_with
 from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
-from poss_lightning.target.describe import embed_head_of, fingerprint, plain_embed_head, spec_of
-from poss_lightning.target.grouped_attention import GROUPED, mask_copies
+from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
+from poss_lightning.target.grouped_attention import mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import layer_masks, layer_windows
-from poss_lightning.target.placement import Parallel, home_device, placement
+from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables
 from poss_lightning.terminal import announced, without_bars
 
@@ -61,8 +60,7 @@ class Target(nn.Module):
         self.model, self.tokenizer = model, tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
         # transformers has warned of the longer name since 5.24, and accepts it until 5.40.
-        names = signature(model.base_model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._cache_name = "cache" if "cache" in signature(model.base_model.forward).parameters else "past_key_values"
         self.spans_devices = len({value.device for value in model.parameters()}) > 1
         try:
             rows = len(plain_embed_head(model)[1].weight)
@@ -71,10 +69,8 @@ class Target(nn.Module):
             self._find_parts()
             self.windows = layer_windows(self.config, self.spec.context)
             self._check()
-        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            raise ValueError(explain_failure(name, error, str(model.device))) from error
-        except Exception as error:  # whatever its code raises
-            raise ValueError(f"target {name!r} ({type(model).__name__}) is not supported: {error}") from error
+        except Exception as error:  # whatever its code, or the device, raises
+            raise ValueError(explain_failure(name, error)) from error
 
     @classmethod
     def load(
@@ -99,15 +95,14 @@ class Target(nn.Module):
 
         Raises:
             FileNotFoundError: no such folder or hub id, or the embedded target's package is missing.
-            ValueError: an unknown dtype or device; not a model of transformers, or a damaged one; weights missing, or
-                larger than the memory for them; a model whose logits are not head(feature).
+            ValueError: an unknown dtype or device; not a model of transformers, or a damaged one; weights missing; a
+                model whose logits are not head(feature).
         """
-        device = home_device(parallel, device)
-        if dtype is not None:
-            dtype = choose_dtype(dtype, device)
+        device = choose_device(device)
+        dtype = dtype and choose_dtype(dtype, device)
         folder = embedded.folder() if name == embedded.NAME else fetch(name, "target", FILES)
         config = load_config(name, folder)
-        placed = placement(name, folder, config, dtype, device, parallel, spared)
+        placed = placement(config, device, parallel, spared)
         with announced(f"loading target {name}"), without_bars():
             model, tokenizer, as_saved = load_model(name, folder, config, dtype, device, placed)
         with announced(f"checking target {name}"):
@@ -256,32 +251,20 @@ class Target(nn.Module):
 
     @contextmanager
     def without_defaults(self) -> Iterator[Any]:
-        """Yield the user's model for `generate`: in eval mode, without penalties or temperature that its files ask for.
-
-        Its rotary angles are those of `backbone`: a batch may pass the context for its longest row.
-        """
-        model, rope = self.model, _dynamic_rope(self.model)
-        usual = model.generation_config, model.training, [module.rope_type for module in rope]
+        """Yield the user's model for `generate`: in eval mode, without penalties that its files ask for."""
+        model, usual, was_training = self.model, self.model.generation_config, self.model.training
         model.generation_config = GenerationConfig()
-        model.eval()
-        for module in rope:
-            module.rope_type = _without_dynamic(module.rope_type)
         try:
-            yield model
+            yield model.eval()
         finally:
-            model.generation_config, was_training, kinds = usual
-            if was_training:
-                model.train()
-            for module, kind in zip(rope, kinds, strict=True):
-                module.rope_type = kind
+            model.generation_config = usual
+            model.train(was_training)
 
     # --- checks when it is loaded ---
 
     @torch.inference_mode()
     def _check(self) -> None:
         """Raise NotImplementedError if logits, inner layers or features under a mask are not the model's."""
-        if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
-            raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self.without_defaults() as model:
             output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
@@ -335,33 +318,3 @@ class Target(nn.Module):
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
     """Return the ancestors in a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
-
-
-def decoding_copy(model: PreTrainedModel) -> Any:
-    """Copy a model without its head for decoding: in eval mode, with the same parameters and buffers.
-
-    Its heads attend in groups, its products are prepacked. "Dynamic" rotary angles are fixed: within a target's context
-    they never change, but their code asks the device whether they should, which a CUDA graph cannot.
-    """
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    copied: Any = copy.deepcopy(model.base_model, shared).eval()
-    config = copied.config.get_text_config()
-    if config._attn_implementation == "sdpa":  # eager attention caps its scores, or adds to them
-        config._attn_implementation = GROUPED
-    for module in _dynamic_rope(copied):
-        module.rope_type = _without_dynamic(module.rope_type)
-    if 3 * sum(weight.nbytes for weight in model.parameters()) < (free_bytes("cpu") or 0):
-        prepack(copied)  # a layout takes as much memory again
-    return copied
-
-
-def _dynamic_rope(model: nn.Module) -> list[Any]:
-    modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_type")]
-    return [module for module in modules if module.rope_type != _without_dynamic(module.rope_type)]
-
-
-def _without_dynamic(kinds: Any) -> Any:
-    """Kinds of rotary angles, one or one per kind of layer, with "default" for "dynamic"."""
-    if isinstance(kinds, dict):
-        return {layers: _without_dynamic(kind) for layers, kind in kinds.items()}
-    return "default" if kinds == "dynamic" else kinds

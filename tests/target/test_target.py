@@ -146,7 +146,7 @@ CODE = "needs code that its files bring or name, and none of that is ever run"
 @pytest.mark.parametrize(
     ("removed", "file", "changes", "words"),
     [
-        ("-", "config.json", {"model_type": "xyz"}, "cannot be loaded: The checkpoint .* has model type `xyz`"),
+        ("-", "config.json", {"model_type": "xyz"}, "cannot be used: The checkpoint .* has model type `xyz`"),
         ("-", "config.json", {"model_type": "t5", "architectures": ["T5"]}, "Unrecognized configuration class"),
         ("config.json", "README.md", {}, r"has no config\.json"),
         ("config.json", "adapter_config.json", {}, "is an adapter .PEFT."),
@@ -174,8 +174,8 @@ def test_a_folder_of_anything_else_is_refused_and_no_code_of_it_runs(copy, monke
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory."), "does not fit on cpu: CUDA out of memory"),
-        (torch.AcceleratorError("CUDA error: device busy"), "cannot run on cpu: CUDA error: device busy"),
+        (torch.OutOfMemoryError("CUDA out of memory."), "cannot be used: CUDA out of memory"),
+        (torch.AcceleratorError("CUDA error: device busy"), "cannot be used: CUDA error: device busy"),
     ],
 )
 def test_an_error_of_the_device_is_not_blamed_on_the_model(copy, monkeypatch, where, error, words):
@@ -242,7 +242,7 @@ def test_a_target_with_weights_missing_or_cut_is_refused(copy):
     with pytest.raises(ValueError, match=r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
         Target.load(str(copy))
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cannot be loaded: .*incomplete"):
+    with pytest.raises(ValueError, match=r"cannot be used: .*incomplete"):
         Target.load(str(copy))
 
 
