@@ -4,22 +4,23 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from tqdm import tqdm
 
 from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem, unused
-from poss_lightning.corpus.regular import SIDES, make_regular
-from poss_lightning.corpus.turns import filled, finish_of, has_calls, read_message, refuse_half_pairs, unpacked
+from poss_lightning.corpus.turns import filled, finish_of, read_message, refuse_half_pairs, unpacked
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.template import THOUGHTS, Message
 
 logger = logging.getLogger(__name__)
 
+SIDES = ("user", "assistant")
 CHATS = ("messages", "conversations", "conversation")
 _ASKED = ("instruction", "prompt", "question", "query", "problem", "input")  # fields of a record with one question
 _ANSWERED = ("output", "response", "completion", "generation", "generated_solution", "solution", "answer", "chosen")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_UNREAD = ("image", "images", "video", "videos", "audio", "audios", "history")
 IDS = ("id", "conversation_id", "question_id", "prompt_id")
 _SWITCHES = ("on", "off", "true", "false", "yes", "no", "none", "low", "medium", "high")  # of thinking, no thoughts
 _ENDED = {"tokens", "weight", "finish_reason"}  # fields of an answer that a later call does not continue
@@ -130,9 +131,9 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def check_text(record: dict[str, Any]) -> None:
-    """Raise Malformed if a record has images, audio or video."""
-    if media := filled(record, *_MEDIA):
-        raise Malformed(f"it has {media!r}, and only text is read")
+    """Raise Malformed if a record has images, audio or video, or earlier turns beside its question."""
+    if unread := filled(record, *_UNREAD):
+        raise Malformed(f"it has {unread!r}; only text is read, and a whole chat as 'messages'")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
@@ -162,8 +163,6 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
         return turns, key
     asked, question = question_of(record)
     answered = filled(record, *_ANSWERED)
-    if not answered and record.get("tools") and has_calls(record.get("answers")):  # as xLAM has them
-        answered, record = "answers", record | {"answers": [{"role": "tool_call", "content": record["answers"]}]}
     if asked and answered:
         thoughts = {key: record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)}
         beside = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
@@ -171,7 +170,7 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
         question = as_chat(question) or [{"role": "user", "content": question}]
         if read_message(question[-1], asked)["role"] == "assistant":
             raise Malformed(f"{asked!r} ends with the assistant, and {answered!r} may continue it: give 'messages'")
-        return [*history_of(record), *question, *answer], f"{asked} and {answered}"
+        return [*question, *answer], f"{asked} and {answered}"
     if any(isinstance(record.get(key), list) for key in CHATS):
         return [], "messages"  # empty
     has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
@@ -222,18 +221,41 @@ def _one(record: dict[str, Any], key: str) -> Any:
     return value
 
 
-def history_of(record: dict[str, Any]) -> list[Message]:
-    """Read earlier turns from pairs of question and answer."""
-    pairs = unpacked(record.get("history") or [])
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
-        raise Malformed("'history' must be a list of pairs, question and answer")
-    turns = [{"role": role, "content": text} for pair in pairs for role, text in zip(SIDES, pair, strict=True)]
-    return [read_message(turn, "history") for turn in turns]
-
-
 def as_chat(value: Any) -> list[Any] | None:
     """Return the turns of a chat or of its JSON text; None if it is not a chat."""
     turns = unpacked(value)
     if not isinstance(turns, list) or not turns:
         return None
     return turns if all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in turns) else None
+
+
+# --- regular conversations ---
+
+
+def make_regular(messages: list[Message]) -> list[Message]:
+    """Keep the messages from the first user's to the last answer before an empty turn, and system messages before."""
+    filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
+    first = first_user(filled)
+    started = (message for i, message in enumerate(filled) if i >= first or message["role"] == "system")
+    kept = list(takewhile(_says_something, started))
+    while kept and kept[-1]["role"] != "assistant":
+        kept.pop()
+    regular: list[Message] = []
+    for message in kept:
+        if regular and message["role"] == regular[-1]["role"] == "user":
+            regular[-1] = regular[-1] | {"content": f"{regular[-1]['content']}\n\n{message['content']}"}
+        else:
+            regular.append(message)
+    return regular
+
+
+def first_user(messages: list[Message]) -> int:
+    """Return the index of the first user message, or the number of messages if there is none."""
+    return next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+
+
+def _says_something(message: Message) -> bool:
+    """Return whether a message has text, calls, or thoughts that were cut; a tool's may be empty."""
+    thought = message.get("finish_reason") == "length" and message.get("thinking")
+    says = message["content"].strip() or message.get("tool_calls") or message.get("tokens") or thought
+    return message["role"] not in SIDES or bool(says)

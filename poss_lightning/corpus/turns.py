@@ -1,8 +1,6 @@
 """A turn of a chat, in the forms that people have, as chat templates take it."""
 
-import ast
 import json
-import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -165,14 +163,8 @@ def has_calls(value: Any) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """Parse a list or object from text, JSON or as Python prints it; return any other value unchanged."""
+    """Parse a list or object from its JSON text; return any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        for parse in (json.loads, _from_python):
-            with suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                return parse(value)
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
-
-
-def _from_python(text: str) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # of a text's backslashes
-        return json.loads(json.dumps(ast.literal_eval(text)))  # refuses sets, which JSON lacks

@@ -6,7 +6,6 @@ from typing import Any
 
 from poss_lightning.corpus import readers
 from poss_lightning.corpus.formats import Malformed
-from poss_lightning.corpus.regular import first_user, make_regular
 from poss_lightning.corpus.turns import refuse_half_pairs
 from poss_lightning.target.template import Message
 
@@ -36,7 +35,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         messages = readers.messages_of({"messages": value if key in readers.CHATS else chat, **systems})
         opening, texts = _split_turns(messages, key)
     else:
-        opening, texts = [*opening, *readers.history_of(record)], [value] if isinstance(value, str) else value
+        texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts:
         raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of one or more texts")
     for turn, text in enumerate(texts, start=1):
@@ -85,11 +84,11 @@ def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], li
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
         later = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
         messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in later), one)]
-    first = first_user(messages)
+    first = readers.first_user(messages)
     tools = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
     systems = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
-    messages = make_regular([*messages[: min([*tools, *systems], default=len(messages))], _ANSWER])
-    first = first_user(messages)
+    messages = readers.make_regular([*messages[: min([*tools, *systems], default=len(messages))], _ANSWER])
+    first = readers.first_user(messages)
     runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
     turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
     if not turns:

@@ -1,11 +1,9 @@
 """The LightningDataModule over a feature store or online features."""
 
-from inspect import signature
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
@@ -65,18 +63,10 @@ class FeatureData(lightning.LightningDataModule):
         workers: Workers = 0,
     ):
         super().__init__()
-        online: dict[str, Any] = {"target": target, "max_length": max_length, "dtype": dtype, "parallel": parallel}
-        online |= {"chat_template_kwargs": chat_template_kwargs}
         if store is not None and corpus is None:
-            for name, value in online.items():
-                if value != signature(FeatureData).parameters[name].default:
-                    raise ValueError(
-                        f"{name} is {value!r}, but store {store!r} has its features already: leave {name} out, or "
-                        "give corpus in place of the store"
-                    )
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, **online)
+            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.noise = batch_tokens, noise
@@ -168,12 +158,6 @@ class FeatureData(lightning.LightningDataModule):
                     f"limit_train_batches is {limit}; it must be a multiple of accumulate_grad_batches, {accumulate}: "
                     "a step's mean is over all its batches"
                 )
-        longer = [length for length in source.lengths[indices] if length > self.batch_tokens] if training else []
-        if longer:
-            rank_zero_warn(
-                f"{len(longer)} conversations are longer than data.batch_tokens, {self.batch_tokens}, and each of them "
-                f"is a batch alone; the longest has {max(longer)} tokens"
-            )
         return Schedule(
             indices,
             source.lengths,

@@ -69,8 +69,7 @@ class Manifest:
         """Read manifest.json; StoreError if it is missing or not a manifest."""
         path = folder / MANIFEST
         if not path.is_file():
-            how = "resume with the same `poss extract`" if any(folder.glob("shard-*")) else "`poss extract` writes one"
-            raise StoreError(f"{folder} is not a finished feature store: it has no {MANIFEST} ({how})")
+            raise StoreError(f"{folder} is not a finished feature store: give `poss extract` again")
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod

@@ -5,7 +5,6 @@ mean, on any number of processes and accumulated batches, and a run resumes at t
 """
 
 import hashlib
-import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,8 +15,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from poss_lightning.terminal import announced
-
-logger = logging.getLogger(__name__)
 
 
 class Step(NamedTuple):
@@ -44,20 +41,16 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     Where a side would be empty, it gets the conversation nearest to the border.
 
     Args:
-        origins: for every sample the id that stands for its conversation. Duplicates share one, and are on one side
-            unless all samples are duplicates.
+        origins: for every sample the id that stands for its conversation. Duplicates share one, and are on one side.
 
     Raises:
         ValueError: there is only one conversation.
     """
-    if len(set(origins)) == 1 and len(origins) > 1:
-        logger.warning("all %d conversations have one text: what is held out is trained on too", len(origins))
-        origins = [f"{name}/{i}" for i, name in enumerate(origins)]
     ranks = np.array([stable_number(f"{seed}/{name}") / 2**63 for name in origins])
     border = min(max(validation, np.nextafter(ranks.min(), 1)), ranks.max())
     held_out, train = np.flatnonzero(ranks < border).tolist(), np.flatnonzero(ranks >= border).tolist()
     if not held_out:
-        raise ValueError("there is one conversation: none can be held out for validation")
+        raise ValueError("there is one conversation: none can be held out; give a validation_store, or more text")
     return train, held_out
 
 

@@ -81,7 +81,7 @@ EMPTY = {"type": "function", "function": {"name": "a", "arguments": {}}}
 CALLING, RESULT = {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}
 SILENT, TOLD = RESULT | {"content": ""}, RESULT | {"content": '{"t": 4}'}
 TURN = {"from": "tool_call", "value": json.dumps(CALL["function"])}
-SAID = (CALL["function"], [CALL], [{"type": "text", "text": str(OLD)}])  # in turns of the role "tool_call"
+SAID = (CALL["function"], [CALL], [{"type": "text", "text": json.dumps(OLD)}])  # in turns of the role "tool_call"
 THOUGHTS = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "hm")
 STOPPED, CUT = {"finish_reason": "stop"}, {"content": "", "finish_reason": "length"} | THOUGHTS
 ANSWERS = [  # fields of an answer, and what is read
@@ -110,7 +110,6 @@ FORMS = [
     *(({"messages": [HI, HELLO | given]}, [HI, HELLO | found]) for given, found in ANSWERS),
     # one question and its answer
     ({"instruction": "Hi", "input": "you", "output": "Hello"}, [HI | {"content": "Hi\n\nyou"}, HELLO]),
-    ({"history": [["Hi", "Hello"]], "instruction": "Hi", "output": "Hello"}, [HI, HELLO] * 2),
     ({"prompt": [BRIEF | {"role": "developer"}, HI], "completion": [HELLO]}, [BRIEF, HI, HELLO]),
     ({"prompt": "Hi", "response": '["a", "b"]'}, [HI, HELLO | {"content": '["a", "b"]'}]),
     ({"prompt": "Hi", "response": ["Hello"], "thinking": "hm"}, [HI, HELLO | THOUGHTS]),
@@ -124,9 +123,8 @@ FORMS = [
     ({"id": "0", "data": ["Hi", "Hello", "Hi", "Hello"]}, [HI, HELLO] * 2),
     ({"question": "Hi", "data": ["a", "b"], "answer": "Hello"}, [HI, HELLO]),
     ({"messages": [json.dumps(HI), json.dumps(HELLO)]}, [HI, HELLO]),
-    ({"messages": str([HI, HELLO])}, [HI, HELLO]),
+    ({"messages": json.dumps([HI, HELLO])}, [HI, HELLO]),
     # tools
-    ({"query": "Hi", "answers": json.dumps([CALL["function"]]), "tools": '[{"name": "weather"}]'}, [HI, CALLING]),
     *(({"messages": [HI, {"role": "tool_call", "content": said}]}, [HI, CALLING]) for said in SAID),
     ({"messages": [HI, TURN, {"from": "observation", "value": ""}, HELLO]}, [HI, CALLING, SILENT, HELLO]),
     ({"messages": [HI, CALLING, RESULT | {"content": {"t": 4}}, HELLO]}, [HI, CALLING, TOLD, HELLO]),
@@ -186,8 +184,9 @@ MALFORMED = [
     ("[1]", "messages[0] must be an object, not int"),
     ("[" * 10**5, "not JSON"),
     ({"question": "a", "answer": ["b", "c"]}, "'answer' has 2 texts; it must be one"),
-    ({"history": [["a"]], "prompt": "b", "response": "c"}, "'history' must be a list of pairs"),
-    ({"history": [["a", 1]], "prompt": "b", "response": "c"}, "history: 'content' must be a text, not int"),
+    ({"history": [["a", "b"]], "prompt": "b", "response": "c"}, "it has 'history'; only text is read, and a whole"),
+    ({"query": "Hi", "answers": "[]", "tools": '[{"name": "weather"}]'}, "neither 'messages' nor 'conversations', nor"),
+    ({"messages": str([HI, HELLO])}, "'messages' must be a list, not str"),
     ({"messages": [HI, HELLO | {"train_detail": [{"begin_offset": 0}]}]}, "an answer has 'train_detail'"),
     ({"messages": [HI, HELLO | {"tokens": [-5]}]}, "messages[1]: 'tokens' must be a list of token ids"),
     ({"prompt": "Hi"}, "neither 'messages' nor 'conversations', nor a question with its answer: it has 'prompt', and"),
@@ -205,7 +204,7 @@ MALFORMED = [
     ({"messages": [HI, HELLO | {"loss_mask": [1, 0]}]}, "an answer's 'loss_mask' is [1, 0]; it must be 0 or 1"),
     ({"prompt": [HI, HELLO], "completion": [HELLO]}, "'prompt' ends with the assistant, and 'completion' may continue"),
     ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' must be a text, not dict"),
-    (CHAT | {"images": ["a.png"]}, "it has 'images', and only text is read"),
+    (CHAT | {"images": ["a.png"]}, "it has 'images'; only text is read"),
     (CHAT | {"tools": "weather"}, "'tools' must be a list of functions"),
     (CHAT | {"system": "a", "messages": [BRIEF, HI, HELLO]}, "its 'system' and its first message are different"),
 ]

@@ -53,7 +53,6 @@ FORMS = [
     ("a", ["a"]),
     ({"messages": [*chat(("user", "a")), {"role": "assistant", "content": "", "tool_calls": [CALL]}, *LATER]}, ["a"]),
     ({"turns": None, "prompt": "a"}, ["a"]),  # rows of a table have every column
-    ({"history": [["a", "x"]], "instruction": "b", "output": "y"}, ["b"]),
     ({"prompt": "first", "messages": chat(("user", "a"), ("assistant", "x"), ("user", "b"))}, ["a", "b"]),
 ]
 
@@ -63,7 +62,7 @@ def test_every_form_of_a_record(tmp_path):
     questions = read_suites([str(tmp_path / "suite.jsonl.gz")])
     assert [question.turns for question in questions] == [turns for _, turns in FORMS]
     openings = [question.opening for question in questions if question.opening]
-    assert openings == [chat(("system", "s"))] * 2 + [chat(("user", "a"), ("assistant", "x"))]
+    assert openings == [chat(("system", "s"))] * 2
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
 
 

@@ -25,14 +25,6 @@ def test_a_limit_takes_the_first_of_the_training_side_only(finished):
     assert limited.train == data.train[:3] and limited.held_out == data.held_out
 
 
-def test_a_conversation_longer_than_a_batch_is_counted_in_a_warning(finished):
-    data = make_data(finished, batch_tokens=30)
-    lengths = [int(data.source.lengths[i]) for i in data.train if data.source.lengths[i] > 30]
-    words = f"{len(lengths)} conversations are longer than data.batch_tokens, 30, .*longest has {max(lengths)} tokens"
-    with pytest.warns(UserWarning, match=words):
-        data.train_dataloader()
-
-
 def test_noise_is_for_training_and_new_in_every_epoch(finished):
     batch = next(iter(make_data(finished).train_dataloader()))
 
@@ -51,7 +43,3 @@ def test_arguments_are_of_a_store_or_of_a_corpus(finished):
     for sources in ({}, {"store": str(finished), "corpus": "x.jsonl"}):
         with pytest.raises(ValueError, match="give one of them"):
             FeatureData(**sources)
-    for name, value in {"target": "x", "chat_template_kwargs": {"a": 1}}.items():
-        with pytest.raises(ValueError, match=f"{name} is {value!r}, but .* has its features already: leave {name} out"):
-            FeatureData(str(finished), **{name: value})
-    FeatureData(str(finished), target="embedded", max_length=2048)  # the defaults, as a config.yaml has them

@@ -164,7 +164,7 @@ def test_stores_that_do_not_belong_together_are_refused(two, tmp_path):
     for stores, words in (
         ([*two, tmp_path / "other"], "other and .* are of different targets: fingerprint"),
         ([*two, tmp_path / "float8"], "differ in stored: float8 and exact"),
-        ([*two, tmp_path / "nowhere"], r"has no manifest\.json \(`poss extract` writes one\)"),
+        ([*two, tmp_path / "nowhere"], "nowhere is not a finished feature store"),
         ([], "store is"),
     ):
         with pytest.raises(StoreError, match=words):
