@@ -70,10 +70,7 @@ def read_openings(file: str | None) -> list[str]:
     """Read the non-blank lines of a text file; ValueError if there are none."""
     if file is None:
         return []
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"openings {file} cannot be read, it must hold one text per line: {error}") from error
+    text = Path(file).read_text(encoding="utf-8-sig")
     if not (found := [line for line in text.splitlines() if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")
     return found

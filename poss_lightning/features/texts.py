@@ -2,16 +2,16 @@
 
 import hashlib
 import logging
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.machine import SUMS
 from poss_lightning.target.spec import TargetSpec
 from poss_lightning.terminal import announced
@@ -89,6 +89,31 @@ class SampleSource:
         if not count:
             raise ValueError(f"{self.target.name} gives no text features that are finite: choose another dtype")
         return (squares / count).sqrt().float().cpu()
+
+
+def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
+    """Count each of the target's tokens in the answers, lists of ids: (vocabulary,) int64."""
+    counts = np.zeros(vocabulary, dtype=np.int64)
+    for answer in answers:
+        np.add.at(counts, np.asarray(answer, dtype=np.int64), 1)
+    return counts
+
+
+def most_frequent(counts: np.ndarray, size: int, always: Collection[int] = ()) -> Tensor | None:
+    """Choose `always` and the most frequent tokens, `size` in all, as ascending ids (size,); None for all tokens.
+
+    Of equally frequent tokens the lower id goes first, so the lowest ids fill up if fewer than `size` tokens occur.
+
+    Args:
+        counts: (vocabulary,), from `count_tokens`.
+        size: at least the number of `always`.
+        always: ids that are taken whatever their counts.
+    """
+    if size == len(counts):
+        return None
+    ranks = counts.copy()
+    ranks[list(always)] = np.iinfo(np.int64).max
+    return torch.from_numpy(np.sort(np.argsort(-ranks, kind="stable")[:size]))
 
 
 def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.corpus.tokens import count_tokens, most_frequent
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import TRAINED_ON, check_state, decode_digests
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.features.texts import count_tokens, most_frequent
 from poss_lightning.features.writing import tokenize
 from poss_lightning.files import atomic_folder, check_new
 from poss_lightning.ranges import Count, Size, check_numbers

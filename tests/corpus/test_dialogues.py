@@ -74,12 +74,10 @@ def test_first_messages_continue_the_openings_and_later_ones_do_not(tmp_path, ow
     assert any(own.tokenizer(first).input_ids[: len(tokens)] == tokens for first in firsts)
 
 
-def test_openings_that_cannot_be_read_are_named(tmp_path):
-    path = tmp_path / "openings.txt"
-    for data, words in ((b"\n", "is empty"), (b"\xff\n", "cannot be read"), (b"\x1f\x8b\x08", "cannot be read")):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match=rf"openings .*openings\.txt {words}.* it must hold one text per line"):
-            dialogues.read_openings(str(path))
+def test_a_file_without_openings_is_refused(tmp_path):
+    (tmp_path / "openings.txt").write_text("\n")
+    with pytest.raises(ValueError, match=r"openings .*openings\.txt is empty; it must hold one text per line"):
+        dialogues.read_openings(str(tmp_path / "openings.txt"))
 
 
 def test_a_conversation_ends_where_the_context_is_full(tmp_path, monkeypatch, own):

@@ -98,7 +98,7 @@ ANSWERS = [  # fields of an answer, and what is read
     ({"function_call": OLD}, {"tool_calls": [CALL]}),
     ({"function_calls": json.dumps([OLD])}, {"tool_calls": [CALL]}),
     ({"train_on_turn": "False"}, {"weight": 0}),
-    ({"weight": "0.00"}, {"weight": 0}),
+    ({"weight": "0.0"}, {"weight": 0}),
 ]
 FORMS = [
     ({"messages": [], "conversations": SHAREGPT["conversations"]}, [HI, HELLO]),

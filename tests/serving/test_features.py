@@ -101,6 +101,6 @@ def test_a_target_whose_features_no_module_gives_is_refused(monkeypatch):
 
 def test_an_engine_that_is_not_installed_is_named(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
-    given = [CORPUS, tmp_path / "store", "--target", tiny_folder, "--dtype", "float32", "--engine", "vllm"]
+    given = [CORPUS, tmp_path / "store", "--target", tiny_folder, "--limit", "2", "--engine", "vllm"]
     with pytest.raises(ValueError, match=r"engine is 'vllm', which cannot be imported here \(.*\): pip install vllm"):
         cli.run("extract", [*map(str, given)])
