@@ -21,7 +21,7 @@ _ROLES = {
 _WEIGHTS = ("weight", "loss_weight", "loss", "loss_mask", "compute_loss", "calculate_loss")
 _WEIGHTS += ("train", "training", "trainable", "train_on_turn")
 _MASKS = ("mask", "masked", "is_masked")
-_YES_NO = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
+_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 _CALL_FIELDS = ("tool_calls", "function_call", "function_calls")  # fields of an assistant's turn
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
@@ -101,11 +101,11 @@ def _weight(turn: dict[str, Any]) -> Message:
     if turn.get("train_detail"):
         raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
     given = [key for key in (*_WEIGHTS, *_MASKS) if turn.get(key) not in (None, "")]
-    said = {key: _YES_NO.get(str(turn[key]).strip().lower()) for key in given}
-    if odd := [key for key in given if said[key] is None]:
+    said = {key: str(turn[key]).strip().lower() for key in given}
+    if odd := [key for key in given if said[key] not in _YES + _NO]:
         key = odd[0]
         raise Malformed(f"an answer's {key!r} is {turn[key]!r}; it must be 0 or 1: answers count whole or not at all")
-    return {"weight": 0} if any(said[key] == (key in _MASKS) for key in given) else {}
+    return {"weight": 0} if any((said[key] in _YES) == (key in _MASKS) for key in given) else {}
 
 
 def _text(content: Any, where: str, name: str = "content") -> str:
