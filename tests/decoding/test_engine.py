@@ -49,8 +49,12 @@ def no_costs_of_other_tests(monkeypatch):
     monkeypatch.setattr(engine, "_VERIFY", WeakKeyDictionary())
 
 
-@pytest.mark.parametrize("law", LAWS, ids=str)
-@pytest.mark.parametrize("layers", DRAFTS)
+@pytest.mark.parametrize(
+    ("layers", "law"),
+    [(2, law) for law in LAWS]
+    + [pytest.param(7, law, marks=[pytest.mark.nightly] * (i > 2)) for i, law in enumerate(LAWS)],
+    ids=str,
+)
 def test_tokens_are_those_of_plain_decoding_whatever_the_draft_the_tree_and_the_batch(layers, law, monkeypatch):
     """Over the laws every draft meets every tree; in a batch, and one by one, where the same generator goes on."""
     monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *_: FLAT)

@@ -64,14 +64,15 @@ class PretendedDevice(TorchDispatchMode):
         self.pinned: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        call = Call(func, args, kwargs or {})
+        kwargs = kwargs or {}
         if func in (aten.is_pinned.default, aten._pin_memory.default):
             return self._pin(func, args[0])
-        if func._can_decompose():  # into others; inference mode asks for such ones
+        if decomposes(func):  # into others; inference mode asks for such ones
             with self:
-                return func.decompose(*args, **call.kwargs)
+                return func.decompose(*args, **kwargs)
+        call = Call(func, args, kwargs)
         if not call.on_device:
-            return func(*args, **call.kwargs)
+            return func(*args, **kwargs)
         call.check_devices()
         if what := call.synchronises(self.pinned):
             if self.graph:
@@ -104,6 +105,11 @@ class PretendedDevice(TorchDispatchMode):
         copy = tensor.clone()
         self.pinned[copy.untyped_storage().data_ptr()] = copy
         return copy
+
+
+@cache
+def decomposes(func: Any) -> bool:
+    return func._can_decompose()
 
 
 @cache
