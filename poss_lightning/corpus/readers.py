@@ -20,7 +20,7 @@ SIDES = ("user", "assistant")
 CHATS = ("messages", "conversations", "conversation")
 _ASKED = ("instruction", "prompt", "question", "query", "problem", "input")  # fields of a record with one question
 _ANSWERED = ("output", "response", "completion", "generation", "generated_solution", "solution", "answer", "chosen")
-_UNREAD = ("image", "images", "video", "videos", "audio", "audios", "history")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 IDS = ("id", "conversation_id", "question_id", "prompt_id")
 _SWITCHES = ("on", "off", "true", "false", "yes", "no", "none", "low", "medium", "high")  # of thinking, no thoughts
 _ENDED = {"tokens", "weight", "finish_reason"}  # fields of an answer that a later call does not continue
@@ -84,8 +84,7 @@ def read_conversations(
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
     if not conversations:
-        hint = "; `poss synthesize --prompts` lets a target answer them" if skipped else ""
-        raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without){hint}")
+        raise CorpusError(f"{source} is empty: no conversation with an answer ({skipped} without)")
     if skipped:
         logger.warning("%s: skipped %d conversations without an answer, kept %d", source, skipped, len(conversations))
     return conversations
@@ -131,9 +130,9 @@ def messages_of(record: dict[str, Any]) -> list[Message]:
 
 
 def check_text(record: dict[str, Any]) -> None:
-    """Raise Malformed if a record has images, audio or video, or earlier turns beside its question."""
-    if unread := filled(record, *_UNREAD):
-        raise Malformed(f"it has {unread!r}; only text is read, and a whole chat as 'messages'")
+    """Raise Malformed if a record has images, audio or video."""
+    if media := filled(record, *_MEDIA):
+        raise Malformed(f"it has {media!r}, and only text is read")
 
 
 def system_of(record: dict[str, Any]) -> list[Message]:
@@ -173,9 +172,8 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
         return [*question, *answer], f"{asked} and {answered}"
     if any(isinstance(record.get(key), list) for key in CHATS):
         return [], "messages"  # empty
-    has = f"it has {', '.join(map(repr, record))}" if record else "it is empty"
-    hint = ", and `poss synthesize --prompts` lets a target answer questions" if asked or "turns" in record else ""
-    raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: {has}{hint}")
+    has = ", ".join(map(repr, record)) or "nothing"
+    raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: it has {has}")
 
 
 def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -201,6 +199,8 @@ def _alternating(turns: Any) -> Any:
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """Return name and value (text or turns) of the field with the one question; "" and None if there is none."""
+    if record.get("history"):
+        raise Malformed("it has 'history' beside a question: give the whole chat as 'messages'")
     asked = filled(record, *_ASKED) or ""
     question = as_chat(record.get(asked)) or _one(record, asked)
     for beside in ("input", "context"):

