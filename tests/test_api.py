@@ -165,8 +165,8 @@ def test_what_is_no_chat_is_refused_in_a_line(model):
     for messages, words in (
         ([user, user | {"content": None}], "message 1 has no content; give a text"),
         ([{"content": "Hi"}], "message 0 has no 'role'"),
-        ([{"role": "assistant", "content": "x"}, user], "message 0 is the assistant's"),
-        ([], "there are no messages"),
+        ([{"role": "assistant", "content": "x"}, user], "the first or last is the assistant's"),
+        ([], "nobody speaks before the answer: no message"),
     ):
         with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
             model.chat(messages)
