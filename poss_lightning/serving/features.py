@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from poss_lightning.features.shards import TargetReader, TextFeatures
 from poss_lightning.serving.hooks import changed_hooks
@@ -69,14 +70,11 @@ class EngineReader:
 def final_norm(target: Target) -> nn.Module:
     """The module whose output are the target's features; NotImplementedError if there is none."""
     outputs: list[tuple[nn.Module, object]] = []
-    hooks = [
-        module.register_forward_hook(lambda module, _, output: outputs.append((module, output)))
-        for module in target.backbone.modules()
-    ]
-    with torch.inference_mode():
+    with (
+        torch.inference_mode(),
+        register_module_forward_hook(lambda module, _, output: outputs.append((module, output))),
+    ):
         features = target.text_features(torch.zeros(1, 1, dtype=torch.long, device=target.device))
-    for hook in hooks:
-        hook.remove()
     norm = next((module for module, output in outputs if output is features), None)
     if norm is None:
         raise NotImplementedError(f"target {target.spec.name!r} has no final norm: extract without --engine")

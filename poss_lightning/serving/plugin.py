@@ -3,7 +3,6 @@
 import logging
 
 from poss_lightning.interop.layouts import POSS
-from poss_lightning.serving import TESTED
 from poss_lightning.serving.hooks import changed_hooks
 
 MODEL = f"poss_lightning.serving.vllm_model:{POSS}"
@@ -17,7 +16,7 @@ def register() -> None:
     A vLLM that lacks what the model uses is warned about and left as it is: it may serve something else.
     """
     if changed := changed_hooks():
-        return logger.warning("poss_lightning serves no drafts here (tested: vLLM %s): %s", TESTED, "; ".join(changed))
+        return logger.warning("poss_lightning serves no drafts here (tested: vLLM 0.32): %s", "; ".join(changed))
     from vllm import ModelRegistry  # pyright: ignore[reportMissingImports] in an environment of its own
 
     for method in METHODS:

@@ -1,7 +1,7 @@
 """The frozen target: any causal LM of transformers, used as features and a head."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -236,12 +236,10 @@ class Target(nn.Module):
         def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
             kept[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
 
-        hooks = [self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)) for i in layers]
-        try:
+        with ExitStack() as hooks:
+            for i in layers:
+                hooks.enter_context(self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)))
             yield kept
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _decoder_layers(self) -> nn.ModuleList:
         count, lists = self.config.num_hidden_layers, self.backbone.modules()

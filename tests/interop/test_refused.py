@@ -68,7 +68,7 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
     ("poss --output_format=poss", {}, "input_format and output_format are both poss"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
-    ("poss --input_format=eagle3", {"a.b": torch.zeros(1)}, "hidden_norm.weight is missing (and "),
+    ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing (and "),
     ("eagle3 --input_format=speculators", {}, "transformer_layer_config is None; it must describe"),
     ("speculators --input_format=eagle3", {"norm_output": True}, "hidden_size is None; a draft of ours for"),
     ("speed --input_format=eagle3", {}, "it has 3 layers, and a file of this format has one"),
