@@ -22,8 +22,9 @@ class Rendered:
 
 
 SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
+_TAG = r"[<[◁]{}[\w:|]*think\w*[]>▷]\s*"
 # What a template puts before an answer without a thought; its opening may be in the prompt.
-_EMPTY_THOUGHT = re.compile(r"\s*(<[^<>/]*think[^<>]*>\s*)?</[^<>]*think[^<>]*>\s*")
+_EMPTY_THOUGHT = re.compile(rf"\s*(?:{_TAG.format('')})?{_TAG.format('/')}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -203,8 +204,8 @@ class Chat:
         lead = 0
         if not thoughts and said in shown and not (said and shown.startswith(said)):
             framed = self.template.text([*messages[:i], {"role": "assistant", "content": MARK}], variables)
-            before = _parted(prompt, framed, MARK)[1].partition(MARK)[0]
-            lead = len(before) if _EMPTY_THOUGHT.fullmatch(before) and body.startswith(before) else 0
+            empty = _EMPTY_THOUGHT.match(_parted(prompt, framed, MARK)[1].partition(MARK)[0])
+            lead = empty.end() if empty and body.startswith(empty[0]) else 0
         return _Answer(prompt, tail[:lead], body[lead:] + end)
 
     def _check_tokens(self, messages: list[Message]) -> None:
@@ -281,16 +282,15 @@ def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
 
     ValueError if it does not close that thought, or closes one that the prompt has closed.
     """
-    written, before = answer.written, answer.before.rstrip()
+    written = answer.written
     if not isinstance(written, str):
         return answer
-    if answer.prompt.rstrip().endswith("</think>") and "</think>" in written:
+    closes, opened = "</think>" in written, answer.before.rstrip().endswith("<think>")
+    if closes and answer.prompt.rstrip().endswith("</think>"):
         raise ValueError(f"message {i}: it has thoughts, and the chat template closes them before it is written")
-    if not before.endswith("<think>"):
-        return answer
-    if "</think>" not in written and message.get("finish_reason") != "length":
+    if opened and not closes and message.get("finish_reason") != "length":
         raise ValueError(f"message {i}: the chat template opens a thought that the answer does not close")
-    return replace(answer, written=_after("<think>", written))
+    return replace(answer, written=_after("<think>", written)) if opened else answer
 
 
 def _parted(prompt: str, finished: str, said: str) -> tuple[str, str]:
