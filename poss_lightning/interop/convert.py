@@ -140,5 +140,5 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
-    layers = f", reading the outputs of target layers {list(config.aux_layers)}" if config.aux_layers else ""
+    layers = f"; it reads target layers {list(config.aux_layers)}, counted from 1" if config.aux_layers else ""
     print(f"{out}: allocation {list(config.allocation)}, for {config.target.name}{layers}")

@@ -53,7 +53,7 @@ def test_a_published_file_becomes_ours_by_name_and_comes_back(convert, deep, tmp
         assert torch.equal(ours.state_dict()[f"{name}.weight"], tensors[f"{theirs}.weight"])
     for output in ("dflash", "vllm"):
         convert(tmp_path / "ours", tmp_path / output, "--output_format", output)
-        assert "reading the outputs of target layers [2, 4, 5]" in capsys.readouterr().out
+        assert "reads target layers [2, 4, 5], counted from 1" in capsys.readouterr().out
         assert same(read(tmp_path / output), tensors)
         stated = json.loads((tmp_path / output / "config.json").read_text())
         assert {name: stated[name] for name in STATED} == STATED
