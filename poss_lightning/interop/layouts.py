@@ -150,16 +150,8 @@ def refuse(*reasons: tuple[bool, str]) -> None:
 
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
     """Raise ValueError where a layout cannot express what a draft of ours computes."""
-    if conflicts := _find_conflicts(config, layout):
-        name, (ours, theirs) = next(iter(conflicts.items()))
-        raise ValueError(f"the draft's {name} is {ours}; in this output_format it must be {theirs}")
-    check_layers(config)
-
-
-def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any, Any]]:
-    """What a layout cannot express: what it is in a draft, and in every file of that layout."""
     spec, runs = config.target, config.allocation
-    fields: dict[str, tuple[Any, Any]] = {"kind": (config.kind, layout.kind)}
+    fields: dict[str, tuple[Any, Any]] = {"kind": (config.kind, layout.kind)}  # in the draft; in every such file
     for name in (*SWITCHES, "rope_scaling", "window", "inner_layers"):
         if name not in layout.knows:
             fields[name] = getattr(config, name), getattr(DraftConfig, name)
@@ -174,7 +166,10 @@ def _find_conflicts(config: DraftConfig, layout: Layout) -> dict[str, tuple[Any,
         fields |= {"target's logit_scale": (spec.logit_scale, 1.0), "target's logit_cap": (spec.logit_cap, None)}
     if layout.kind == "eagle2" and layout.embedding:  # EAGLE's own code assumes it
         fields["target's head_dim"] = spec.head_dim, spec.hidden_size // spec.heads
-    return {name: (ours, theirs) for name, (ours, theirs) in fields.items() if ours != theirs}
+    for name, (ours, theirs) in fields.items():
+        if ours != theirs:
+            raise ValueError(f"the draft's {name} is {ours}; in this output_format it must be {theirs}")
+    check_layers(config)
 
 
 def check_layers(config: DraftConfig) -> None:
