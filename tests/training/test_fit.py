@@ -20,6 +20,8 @@ from poss_lightning.training.optimizers import check_precision
 from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
+pytestmark = pytest.mark.usefixtures("short_replays")
+
 CPU = "trainer/cpu.yaml"
 LAST = "lightning_logs/version_0/checkpoints/last.ckpt"
 OTHER = "cell was trained with other settings, or with configs that have changed"

@@ -11,6 +11,8 @@ from tests.support.resuming import LAST, Kill, Killed, Left, fit, same_weights
 from tests.support.stores import contents
 from tests.support.tiny import tiny_target
 
+pytestmark = pytest.mark.usefixtures("short_replays")
+
 
 def kill(store, folder, after: int, **options) -> None:
     """Train until the process is killed after a batch."""

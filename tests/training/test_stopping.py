@@ -18,6 +18,8 @@ from tests.support.processes import forked, needs_deepspeed
 from tests.support.ranks import STRATEGIES
 from tests.support.resuming import LAST, fit, same_weights
 
+pytestmark = pytest.mark.usefixtures("short_replays")
+
 
 @pytest.fixture(autouse=True)
 def hear_sigint():

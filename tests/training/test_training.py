@@ -30,6 +30,8 @@ from tests.support.resuming import fit
 from tests.support.talks import BLOCK, EAGLE3
 from tests.support.tiny import tiny_target
 
+pytestmark = pytest.mark.usefixtures("short_replays")
+
 
 @pytest.fixture(scope="module")
 def inner(make_store):
