@@ -133,6 +133,7 @@ def fit(stores, train, tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("short_replays")
 def test_steps_are_the_hosts_and_wait_for_nothing_until_they_are_logged(device, fit, kind, options):
     """Through Lightning: loading, transfer, losses, clipping, the optimizer, bar and logger, validation."""
     host, host_metrics, _ = fit(kind, None, **options)
@@ -144,6 +145,7 @@ def test_steps_are_the_hosts_and_wait_for_nothing_until_they_are_logged(device, 
     assert Counter(chain(*batches[1:4], batches[6])) == {}
 
 
+@pytest.mark.usefixtures("short_replays")
 def test_autocast_of_cuda_takes_all_dtypes(device, fit):
     """It rounds other operations than the CPU's: no product mixes dtypes, and the loss is nearly the same."""
     _, exact, _ = fit("eagle3", None)

@@ -28,6 +28,7 @@ def inner(make_store) -> str:
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
+@pytest.mark.usefixtures("short_replays")
 def test_the_page_runs(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
