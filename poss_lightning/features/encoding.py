@@ -14,12 +14,12 @@ SCALE_BYTES = 4  # a float32 before the codes of its vector
 
 
 def vector_bytes(width: int, dtype: torch.dtype, stored: str) -> int:
-    """Bytes of one vector of `width` numbers of the target's dtype."""
+    """Return the bytes of one vector of `width` numbers of the target's dtype."""
     return width * dtype.itemsize if stored == "exact" else SCALE_BYTES + width
 
 
 def encode(features: Tensor, stored: str) -> Tensor:
-    """(..., D) -> (..., vector_bytes) uint8. In 8 bits, one inf or nan makes its whole vector non-finite."""
+    """Encode (..., D) as (..., vector_bytes) uint8. In 8 bits, one inf or nan makes its whole vector non-finite."""
     if stored == "exact":
         return features.contiguous().view(torch.uint8)
     scales = _scales(features)  # (..., 1)
@@ -28,7 +28,7 @@ def encode(features: Tensor, stored: str) -> Tensor:
 
 
 def decode(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
-    """(..., vector_bytes) uint8 -> (..., D) of `dtype`; exact features are a view of `raw`."""
+    """Decode (..., vector_bytes) uint8 to (..., D) of `dtype`; exact features are a view of `raw`."""
     if stored == "exact":
         return raw.view(dtype)
     scales = raw[..., :SCALE_BYTES].contiguous().view(torch.float32)  # (..., 1)
@@ -37,7 +37,7 @@ def decode(raw: Tensor, stored: str, dtype: torch.dtype) -> Tensor:
 
 
 def _scales(features: Tensor) -> Tensor:
-    """(..., D) -> (..., 1): absmax / the largest e4m3 number, rounded up to a power of two, so products are exact."""
+    """Return absmax / the largest e4m3 number, up to a power of two so products are exact: (..., D) -> (..., 1)."""
     largest = features.abs().amax(-1, keepdim=True).float()
     quotient = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
     power = (quotient.view(torch.int32) + 0x7FFFFF & 0x7F800000).view(torch.float32)  # the bits of the exponent alone
@@ -45,7 +45,7 @@ def _scales(features: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor) -> Tensor:
-    """e4m3 (uint8) -> bfloat16, exactly, and on a CPU some ten times faster than torch converts them.
+    """Convert e4m3 (uint8) to bfloat16, exactly, and on a CPU some ten times faster than torch does.
 
     The bits move to their places in bfloat16, s...eeee mmm....; the factor is the difference of the biases.
     """

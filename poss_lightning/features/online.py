@@ -66,11 +66,11 @@ class OnlineFeatures(SampleSource):
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
 
     def tokens(self, index: int) -> np.ndarray:
-        """The tokens of a sample: (T,)"""
+        """Return the tokens of a sample: (T,)."""
         return np.array(self.texts[index].tokens)
 
     def conversations(self) -> list[str]:
-        """For every sample the digest of all that is said in its conversation."""
+        """List for every sample the digest of all that is said in its conversation."""
         return [text.conversation for text in self.texts]
 
     @torch.inference_mode()
@@ -92,7 +92,7 @@ class OnlineFeatures(SampleSource):
         return {name: value for name, value in vars(self).items() if name not in ("model", "_filled")}
 
     def embed_head(self) -> EmbedHead:
-        """The target's embedding and head."""
+        """Return the target's embedding and head."""
         shared = self.model.embed_head
         return EmbedHead(shared.embedding, shared.head, scale=shared.scale, cap=shared.cap)
 

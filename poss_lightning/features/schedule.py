@@ -130,7 +130,7 @@ class Schedule(Sampler[PlannedBatch]):
         return self.world * self.accumulate
 
     def set_epoch(self, epoch: int) -> None:
-        """Lightning calls this at the start of every epoch."""
+        """Begin an epoch; Lightning calls this at its start."""
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, int]:
@@ -148,7 +148,7 @@ class Schedule(Sampler[PlannedBatch]):
         self.epoch, self.resumed = state["epoch"], (state["epoch"], state["done"])
 
     def __len__(self) -> int:
-        """Batches of this process in a full epoch."""
+        """Count the batches of this process in a full epoch."""
         return -(-self.total // self.step_batches) * self.accumulate
 
     def remaining(self) -> int:

@@ -137,7 +137,7 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
 
 
 def _greedy(target: Target, read: TextFeatures, batch: list[TokenizedText]) -> Tensor:
-    """(2, tokens): the target's most likely next token at every slot before an assistant's token, elsewhere -1; and
+    """Return (2, tokens): the most likely next token at every slot before an assistant's token, elsewhere -1; and
     whether all that the target computed at a slot is finite.
     """
     features = read.features

@@ -114,15 +114,15 @@ class FeatureStore(SampleSource):
         )
 
     def tokens(self, index: int) -> np.ndarray:
-        """The tokens of a sample, (T,), as the file's own memory."""
+        """Return the tokens of a sample, (T,), as the file's own memory."""
         return _values(*self._find(index), "tokens")
 
     def conversations(self) -> list[str]:
-        """For every sample the digest of its conversation."""
+        """List for every sample the digest of its conversation."""
         return [digest for batch in self._batches for digest in batch["conversation"].to_pylist()]
 
     def draft_input(self, index: int) -> Tensor:
-        """What a draft reads of a sample: (T, R)"""
+        """Return what a draft reads of a sample: (T, R)."""
         return self[index].draft_input
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
@@ -130,7 +130,7 @@ class FeatureStore(SampleSource):
         return self if layers == self.layers else FeatureStore(self.folders, layers)
 
     def embed_head(self) -> EmbedHead:
-        """The target's embedding and head."""
+        """Return the target's embedding and head."""
         path = self.folders[0] / EMBED_HEAD
         try:
             stored = load_file(path)

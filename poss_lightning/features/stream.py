@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 
 def counted_passes(length: int, spans: np.ndarray) -> Tensor:
-    """(T,): pass k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so where k <= counts[t].
+    """Count passes (T,): k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so k <= counts[t].
 
     A round starts from a root that the target emitted, so its first token must be the assistant's, too. The first token
     of a text is nobody's.

@@ -34,15 +34,15 @@ class SampleSource:
         return len(self.ids)
 
     def tokens(self, index: int) -> np.ndarray:
-        """The tokens of a sample, (T,), without its features."""
+        """Return the tokens of a sample, (T,), without its features."""
         raise NotImplementedError
 
     def conversations(self) -> list[str]:
-        """For every sample the digest of all that is said in its conversation; "" where it is not known."""
+        """List for every sample the digest of all that its conversation says; "" where it is not known."""
         raise NotImplementedError
 
     def draft_input(self, index: int) -> Tensor:
-        """What a draft reads of a sample: (T, R)"""
+        """Return what a draft reads of a sample: (T, R)."""
         raise NotImplementedError
 
     def digest(self, index: int) -> int:

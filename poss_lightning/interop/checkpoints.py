@@ -18,7 +18,7 @@ FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published
 
 @announced("reading the tensors of a draft")
 def load_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder, from one file or from shards with an index; .safetensors is preferred over .bin."""
+    """Load all tensors of a folder, from one file or from shards with an index; .safetensors is preferred over .bin."""
     for file in (folder / WEIGHTS, folder / PICKLED):
         if file.is_file():
             return _load_file(file)

@@ -68,7 +68,7 @@ def convert(
 
 
 def _load_ours(source: str) -> Draft:
-    """A draft in our format, checked, with its tensors as they are stored."""
+    """Load a draft in our format, checked, with its tensors as they are stored."""
     draft = load_draft(source)
     config, state = draft.config, {"scale": draft.scale} | load_file(find_draft(source) / WEIGHTS)
     if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is stored as none
@@ -80,7 +80,7 @@ def _load_ours(source: str) -> Draft:
 def read_published(
     source: str, input_format: str, given: list[int] | None
 ) -> tuple[dict[str, Any], dict[str, Tensor], Layout, list[int]]:
-    """The files of a published draft: config.json on one level, tensors, layout and allocation."""
+    """Read the files of a published draft: config.json on one level, tensors, layout and allocation."""
     folder = fetch(source, "draft", checkpoints.FILES)
     stored, tensors, layout = read_json(folder / CONFIG), checkpoints.load_tensors(folder), LAYOUTS[input_format]
     if layout.kind == "eagle3" and NUMBERED in tensors:  # as NVIDIA's ModelOpt names EAGLE-3's one layer
@@ -108,7 +108,7 @@ def parse_published(
 def _find_allocation(
     layout: Layout, given: list[int] | None, stored: dict[str, Any], tensors: Collection[str]
 ) -> list[int]:
-    """The allocation given, or that of a draft of ours; else one layer for the positions stated, or the usual ones."""
+    """Return the allocation given, or that of a draft of ours; else one layer for the positions stated, or usual."""
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
         return [settings.find_positions(stored)]

@@ -56,7 +56,7 @@ class Layout:
     nested: bool = False  # whether its config.json is that of the library speculators
 
     def number_names(self, config: DraftConfig) -> dict[str, str]:
-        """Our names of a draft's tensors -> theirs."""
+        """Map our names of a draft's tensors to theirs."""
         outside, within = NAMES[self.kind]
         names = outside | {
             f"layers.{i}.{ours}": f"{self.layer.format(i)}.{theirs}"
@@ -71,7 +71,7 @@ class Layout:
         return weights | ({BIAS: BIAS} if self.kind == "eagle2" else {})
 
     def count_layers(self, tensors: Iterable[str]) -> int:
-        """The number of layers in a file with tensors of these names."""
+        """Count the layers in a file with tensors of these names."""
         if "{}" not in self.layer:
             return 1
         return len({name.split(".")[1] for name in tensors if name.startswith("layers.")})
@@ -132,7 +132,7 @@ SERVED = {
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
-    """The layout that an output format names for a draft.
+    """Return the layout that an output format names for a draft.
 
     vLLM loads several specialists, and a smaller vocabulary of an EAGLE-2 draft, through our plugin.
     """

@@ -34,7 +34,7 @@ def check_equal(draft: str, pairs: dict[str, tuple[Any, Any]]) -> None:
 
 
 def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
-    """The object at a key, without its nulls; {} where there is none."""
+    """Return the object at a key, without its nulls; {} where there is none."""
     value = published.get(name) or {}
     check_setting(isinstance(value, dict), name, value, "it must be an object, {A: B}")
     return {key: each for key, each in value.items() if each is not None}
@@ -43,7 +43,7 @@ def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
 def parse_config(
     published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, vocabulary: int, layers: int = 1
 ) -> DraftConfig:
-    """The config of a published draft.
+    """Parse the config of a published draft.
 
     A value that its config.json leaves out has the default of the published code (eagle/model/configs.py).
 
@@ -96,14 +96,14 @@ def parse_config(
 
 
 def find_positions(published: dict[str, Any]) -> int:
-    """The number of tokens that a block draft proposes: its first place holds the newest token."""
+    """Return the number of tokens that a block draft proposes: its first place holds the newest token."""
     size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
     check_setting(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
     return size - 1
 
 
 def _find_block(stated: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
-    """The fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
+    """Return the fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
     neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap}
     found = {name: stated.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(stated, DFLASH_KEY)
     others = {name: value for name, value in found.items() if name not in OF_BLOCKS}
@@ -116,7 +116,7 @@ def _find_block(stated: dict[str, Any], spec: TargetSpec, block_layers: int) -> 
 
 
 def _count_layers(name: str, ids: Any, first: int, spec: TargetSpec) -> tuple[int, ...]:
-    """Inner layers of the target, counted from 1, of a key that counts them from `first`, by their outputs."""
+    """Number inner layers of the target from 1, by their outputs, where a key counts them from `first`."""
     known = isinstance(ids, list) and all(type(i) is int and first <= i < spec.layers - 1 + first for i in ids)
     words = f"it must be numbers of inner layers of {spec.name}, from {first}"
     check_setting(known and bool(ids), name, ids, words)
@@ -136,7 +136,7 @@ def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
 
 
 def _find_window(stated: dict[str, Any]) -> int | None:
-    """The slots that a query sees; None for all. `sliding_window` alone says nothing: readers go by `layer_types`."""
+    """Return the slots that a query sees; None for all. `sliding_window` alone says nothing: `layer_types` decides."""
     kinds, window = stated.get("layer_types") or [FULL], stated.get("sliding_window")
     one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
     check_setting(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
@@ -147,7 +147,7 @@ def _find_window(stated: dict[str, Any]) -> int | None:
 
 
 def _find_layers(stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
-    """The layers that an EAGLE-3 file names; None for the usual ones, which eagle_config counts from 0 or from 1.
+    """Return the layers that an EAGLE-3 file names; None for the usual. eagle_config counts from 0 or from 1.
 
     Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
     """
@@ -161,14 +161,14 @@ def _find_layers(stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...]
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:
-    """A draft's rotary angles under transformers' names."""
+    """Describe a draft's rotary angles under transformers' names."""
     scaling = {} if config.rope_scaling is None else asdict(config.rope_scaling)
     theta = config.rope_theta or config.target.rope_theta
     return {"rope_type": "llama3" if scaling else "default", "rope_theta": theta, **scaling}
 
 
 def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tied: bool) -> dict[str, Any]:
-    """The published config.json of a draft of ours.
+    """Make the published config.json of a draft of ours.
 
     Args:
         tensors: of the file.
@@ -224,5 +224,5 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def _unless_same(value: Any, of_target: Any) -> Any:
-    """A draft's own value; None for the target's."""
+    """Return a draft's own value; None for the target's."""
     return None if _is_same(value, of_target) else value

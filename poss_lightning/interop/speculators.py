@@ -23,7 +23,7 @@ OUTER_KEYS |= {LAYER_IDS, "eagle_config"}
 
 
 def flatten(stored: dict[str, Any]) -> dict[str, Any]:
-    """A config.json of this format, under the keys of EAGLE-3's."""
+    """Put a config.json of this format under the keys of EAGLE-3's."""
     layer = mapping(stored, LAYER_KEYS)
     check_setting(bool(layer), LAYER_KEYS, stored.get(LAYER_KEYS), "it must describe the draft's layer")
     width = layer.get("hidden_size")
@@ -45,7 +45,7 @@ def flatten(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_default_positions(stored: dict[str, Any]) -> int | None:
-    """The number of tokens that an engine drafts by the default method; None where the config does not say."""
+    """Return how many tokens an engine drafts by the default method; None where the config does not say."""
     engine = mapping(stored, ENGINE_KEYS)
     methods, default = engine.get("proposal_methods") or [{}], engine.get("default_proposal_method")
     check_setting(
@@ -57,7 +57,7 @@ def find_default_positions(stored: dict[str, Any]) -> int | None:
 
 
 def nest(published: dict[str, Any], config: DraftConfig, target: Target) -> dict[str, Any]:
-    """The config.json of a draft in this format, from the keys of EAGLE-3's.
+    """Make the config.json of a draft in this format from the keys of EAGLE-3's.
 
     Args:
         target: which engines load with the draft, by its name; the embedded one by its folder.

@@ -42,7 +42,7 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
 
 
 def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
-    """The target's token ids, of `total`, that a published draft proposes, ascending: (V,).
+    """Find the target's token ids, of `total`, that a published draft proposes, ascending: (V,).
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
     ids. Engines ignore t2d, so it may be missing, or mark nothing.
@@ -104,7 +104,7 @@ def to_ours(
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
-    """The tensors of a published file.
+    """Make the tensors of a published file.
 
     The scale of fc's input is multiplied into its weights. Where their dtype cannot hold the products, which it can
     for powers of two, they are in float32, which is exact for weights and a scale of 16 bits.
@@ -132,7 +132,7 @@ def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:
 
 
 def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """fc's bias b as biases of the first layer's attention, for code whose fc has none.
+    """Turn fc's bias b into biases of the first layer's attention, for code whose fc has none.
 
     There is no norm between them: for queries, keys and values W (z + b) = W z + W b, and for the residual
     (z + b) + o = z + (o + b).
@@ -144,6 +144,6 @@ def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor in its dtype if that holds it, else in float32."""
+    """Return a tensor in its dtype if that holds it, else in float32."""
     rounded = exact.to(dtype)
     return rounded if torch.equal(rounded.double(), exact) else exact.float()

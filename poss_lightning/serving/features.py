@@ -68,7 +68,7 @@ class EngineReader:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The module whose output are the target's features; NotImplementedError if there is none."""
+    """Find the module whose output are the target's features; NotImplementedError if there is none."""
     outputs: list[tuple[nn.Module, object]] = []
     with (
         torch.inference_mode(),
@@ -82,7 +82,7 @@ def final_norm(target: Target) -> nn.Module:
 
 
 def read_states(file: str, text: list[int], shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The states (T, layers, D) of a text from its file, which is removed; waits until it is complete."""
+    """Read the states (T, layers, D) of a text from its file, which is removed; waits until it is complete."""
     try:
         with open(f"{file}{LOCK_SUFFIX}") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
@@ -112,7 +112,7 @@ def _check_alike(name: str, theirs: Tensor, ours: Tensor) -> None:
 def vllm_reader(
     target: Target, layers: tuple[int, ...], *, max_length: int, tensor_parallel: int, device: str
 ) -> EngineReader:
-    """A reader whose engine is vLLM, in processes of its own.
+    """Make a reader whose engine is vLLM, in processes of its own.
 
     Args:
         max_length: tokens of the longest text; the target's context at most.

@@ -65,7 +65,7 @@ distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py
 
 
 def changed_hooks(folder: str | Path | None = None) -> list[str]:
-    """The hooks that vLLM's source lacks, or that take other parameters, a line each.
+    """List the hooks that vLLM's source lacks, or that take other parameters, a line each.
 
     Args:
         folder: of the package `vllm`; None for the installed one, and [] where none is.
@@ -86,7 +86,7 @@ def changed_hooks(folder: str | Path | None = None) -> list[str]:
 
 
 def _definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, set[str]]]:
-    """The functions, methods and annotated names of a module, by dotted name, with their parameters."""
+    """Map functions, methods and annotated names of a module, by dotted name, to their parameters."""
     for node in body:
         match node:
             case ast.FunctionDef(name=name, args=given):

@@ -65,7 +65,7 @@ def count_steps(attention: Attention) -> None:
 
 
 def draft_position(attention: Attention) -> int:
-    """The position (from 1) that this forward drafts; 1 in runs without metadata, which measure memory."""
+    """Return the position (from 1) that this forward drafts; 1 in runs without metadata, which measure memory."""
     metadata = get_forward_context().attn_metadata
     if isinstance(metadata, list):
         raise RuntimeError("two batches overlap (enable_dbo), which specialists cannot tell apart: switch it off")

@@ -64,7 +64,7 @@ class Specialist(nn.Module):
         self.rotary = get_rope(head_dim, context, rope_parameters=rope_parameters(draft))
 
     def keys_values(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of an attention input (S, Z), (S, kv heads * d) each."""
+        """Project keys and values of an attention input: (S, Z) -> (S, kv heads * d) each."""
         keys, values = self.kv_proj(x)[0].chunk(2, dim=-1)
         keys, _ = self.rotary(positions, keys.contiguous())
         return keys, values
@@ -79,11 +79,11 @@ class Specialist(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def attention_input(self, z: Tensor) -> Tensor:
-        """What queries, keys and values are projected from: (S, Z) -> (S, Z)."""
+        """Return what queries, keys and values are projected from: (S, Z) -> (S, Z)."""
         return z
 
     def residual(self, z: Tensor) -> Tensor:
-        """What attention is added to: (S, Z) -> (S, D)."""
+        """Return what attention is added to: (S, Z) -> (S, D)."""
         return z
 
 
@@ -155,7 +155,7 @@ class Specialists(nn.Module):
         return read, read if self.draft.norm_output else predicted
 
     def fuse(self, layers: Tensor) -> Tensor:
-        """Outputs of the target's inner layers, side by side, as features: (S, R) -> (S, D)."""
+        """Make features of the target's inner layers, side by side: (S, R) -> (S, D)."""
         if self.draft.input_norms:
             parts = layers.chunk(len(self.fc_norm), dim=-1)
             layers = torch.cat([norm(x.contiguous()) for norm, x in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -209,7 +209,7 @@ class PossForCausalLM(Eagle3LlamaForCausalLM):
         return self.model.embed_tokens(input_ids)
 
     def combine_hidden_states(self, hidden_states: Tensor) -> Tensor:
-        """Outputs of three inner layers as features: (S, 3D) -> (S, D). Only vLLM's method eagle3 calls it."""
+        """Make features of three inner layers: (S, 3D) -> (S, D). Only vLLM's method eagle3 calls it."""
         return self.model.fuse(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -238,7 +238,7 @@ NAMES = WeightsMapper(
 
 
 def _make_cache(layer: Specialist, head_dim: int, vllm_config: VllmConfig, name: str) -> Attention:
-    """A KV cache, and attention over it, for the heads of `layer` that this process has."""
+    """Make a KV cache, and attention over it, for the heads of `layer` that this process has."""
     attention = Attention(
         layer.q_proj.output_size_per_partition // head_dim,
         head_dim,

@@ -58,7 +58,7 @@ def decoding_copy(model: PreTrainedModel) -> Any:
 
 
 def _without_dynamic(kinds: Any) -> Any:
-    """Kinds of rotary angles, one or one per kind of layer, with "default" for "dynamic"."""
+    """Return kinds of rotary angles, one or one per kind of layer, with "default" for "dynamic"."""
     if isinstance(kinds, dict):
         return {layers: _without_dynamic(kind) for layers, kind in kinds.items()}
     return "default" if kinds == "dynamic" else kinds
@@ -129,7 +129,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _one_of_each_row(parameter: Tensor) -> Tensor:
-    """(..., R, C) -> (all rows,), from scattered columns; a vector (C,) as it is."""
+    """Take one number of each row, (..., R, C) -> (all rows,), from scattered columns; a vector (C,) as it is."""
     if parameter.ndim < 2:
         return parameter.flatten()
     rows = parameter.flatten(0, -2)

@@ -42,7 +42,7 @@ class OutputTracker:
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
-    """The tokens up to and including the first stop token."""
+    """Return the tokens up to and including the first stop token."""
     end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
     return tokens[:end]
 
@@ -129,7 +129,7 @@ class PlainLoop:
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
     ) -> list[list[int]]:
-        """Each prompt's new tokens, up to and including a stop token; at most `limit`, of all or of each."""
+        """Write each prompt's new tokens, up to and including a stop token; at most `limit`, of all or of each."""
         texts: list[list[int]] = [[] for _ in prompts]
         limits = [limit] * len(prompts) if isinstance(limit, int) else limit
         with tqdm(desc="tokens", unit="token", leave=False, delay=2) as bar:
@@ -148,7 +148,7 @@ class PlainLoop:
         generator: torch.Generator | None = None,
         clock: Clock | None = None,
     ) -> Iterator[dict[int, int]]:
-        """The next token of every unfinished prompt, by its number; the first step reads the prompts.
+        """Yield the next token of every unfinished prompt, by its number; the first step reads the prompts.
 
         The clock's parts are `prefill`, and `verify` for every later step, which is a forward of the target.
         """

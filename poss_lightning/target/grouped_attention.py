@@ -19,7 +19,7 @@ NODES = 128  # more queries than that are a text, whose mask would grow more tha
 def grouped_attention(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Attention of queries (B, H, M, d) on keys and values (B, kv heads, S, d): (B, H, M, d).
+    """Attend from (B, H, M, d) to keys and values (B, kv heads, S, d): (B, H, M, d).
 
     `mask` (B, 1, M or H/kv * M, S) is True where visible, or added to the scores; `scale` multiplies them, by default
     d ** -0.5.
@@ -35,7 +35,7 @@ def grouped_attention(
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers' modules call it: (B, H, n, d) on (B, kv heads, S, d) -> (B, n, H, d)."""
+    """Attend as transformers' modules ask: (B, H, n, d) to (B, kv heads, S, d) -> (B, n, H, d)."""
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
         mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]
@@ -49,7 +49,7 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 def mask_copies(config: PreTrainedConfig, nodes: int) -> int:
-    """How many copies of a mask of so many nodes `grouped_attention` puts below each other, in every layer alike."""
+    """Count the copies of a mask of so many nodes that `grouped_attention` stacks, in every layer alike."""
     if config._attn_implementation != GROUPED or nodes > NODES:
         return 1
     return config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -11,7 +11,7 @@ from poss_lightning.target.describe import fingerprint
 
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
-    """`kind.from_pretrained`, without code of the folder, or of a hub repository that its files name.
+    """Call `kind.from_pretrained`, without code of the folder, or of a hub repository that its files name.
 
     Every use of `from_pretrained` goes through here: left alone, transformers asks at the terminal and then runs it.
     """

@@ -189,7 +189,7 @@ class Target(nn.Module):
     def forward_tree(
         self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        """`tree_features`, and a draft's input: the same, or the outputs of these layers side by side, (B, n, R)."""
+        """Return `tree_features`, and a draft's input: the same, or these layers' outputs side by side, (B, n, R)."""
         slots = cache.slots
         slots.open(tokens.shape[1])
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
@@ -211,7 +211,7 @@ class Target(nn.Module):
         return self.text_layers(tokens, ())[0]
 
     def text_layers(self, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """`text_features`, and the outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
+        """Return `text_features`, and outputs of some decoder layers: (B, T) -> (B, T, D), (B, T, n, D).
 
         Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The output of
         the last one is the feature before the final norm.

@@ -81,11 +81,11 @@ class EmbedHead(nn.Module):
         return self.embedding if self.tied else self.head_rows
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, D)"""
+        """Embed tokens: (B, T) -> (B, T, D)."""
         return nn.functional.embedding(tokens, self.embedding)
 
     def logits(self, features: Tensor, product: Product | None = None) -> Tensor:
-        """(..., D) -> (..., V); rounded where the model itself rounds, so that its ties are ours.
+        """Compute logits (..., D) -> (..., V), rounded where the model itself rounds, so that its ties are ours.
 
         `product` is how to multiply by the head; by default `linear`.
         """
