@@ -29,8 +29,7 @@ from PIL import Image
 
 from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.evaluation.drawing import Guesses, most_likely_nodes
-from poss_lightning.evaluation.generate import guesses_of
+from poss_lightning.evaluation.drawing import Guesses, guesses_of, most_likely_nodes
 from poss_lightning.files import atomic
 from poss_lightning.plots import INK, QUIET
 from poss_lightning.reports.findings import find

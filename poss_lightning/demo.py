@@ -10,11 +10,12 @@ import textwrap
 import time
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.benchmark import benchmark
@@ -32,61 +33,23 @@ from poss_lightning.reports.page import write_page
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.reports.summary import split_methods
 from poss_lightning.reports.tables import overview, verdict
-from poss_lightning.target.model import Target, causal_ancestors
+from poss_lightning.target.model import Target
 from poss_lightning.training.fit import fit_once
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"
-CONVERSATION_TOKENS = 280  # of a conversation of the shipped corpus
 HELD_OUT, HELD_OUT_TOKENS = 24, 128  # conversations, the corpus's last, and where they are cut; for validation
-VALIDATIONS = 4  # of a training, besides the first; all five take as long as `VALIDATION_STEPS` steps
-VALIDATION_STEPS = 60
-STEP_TOKENS = 500  # tokens read by the embedded target in the time of a training step
-TIMING_TOKENS = 220  # tokens written by it in the time in which `auto` times the trees of a method
-SUITES, METHODS = 6, 8  # plain decoding, prompt lookup, and three drafts, each with and without lookup
+VALIDATIONS = 4  # of a training, besides the first
+STEPS, TOKENS = 400, 64  # of the training of each draft, and of an answer, at most
 VOCABULARY = 4096  # most tokens that the trained drafts may propose: the most common in the corpus
 TREE: dict[str, Any] = {"nodes": 20, "tree_width": 4}  # on which held-out τ is measured, as in conf/demo.yaml
 TRAINED = {"HASS": "hass", "PosS-2": "poss2"}  # folders of the trainings
 MINUTES = {"gpu": 3, "bfloat16": 6, "float32": 15}  # on a GPU, on a CPU that multiplies bfloat16 fast, on another
-SPARE = 0.85  # share of these minutes that is planned with
 OVERHEAD = 60  # seconds to load the target a few times, measure trees and write the page
+READ, WRITTEN = 384, 5  # tokens of a text that is timed: the demo takes as long as `WHOLE` of them,
+WHOLE, FIXED = 1970, 0.15  # and this share of them for validations and for timing trees, however small it is
 NOTE = "demo.json"
 SHOWN = {PLAIN: "plain decoding", "lookup": "prompt lookup (no training)"}
 CURVES = "localhost:6006/#custom_scalars"
-
-
-class Sizes(NamedTuple):
-    """Says how much the demo does."""
-
-    conversations: int  # of the shipped corpus, to train on
-    steps: int  # of the training of each draft, a multiple of `VALIDATIONS`
-    limit: int  # questions of each suite
-    max_new_tokens: int  # of an answer, at most
-
-    def seconds(self, read: float, write: float) -> float:
-        """Estimate how long the demo takes with a target that reads and writes so many tokens a second."""
-        extracting = 1.3 * (self.conversations * CONVERSATION_TOKENS + HELD_OUT * HELD_OUT_TOKENS) / read
-        training = 2 * (self.steps + VALIDATION_STEPS) * STEP_TOKENS / read
-        answering = METHODS * (SUITES * self.limit * self.max_new_tokens + TIMING_TOKENS) / write
-        return extracting + training + answering + OVERHEAD
-
-    def __str__(self) -> str:
-        return (
-            f"{self.conversations} conversations, {self.steps} training steps per draft, "
-            f"{self.limit} question{'s' * (self.limit > 1)} of each suite, {self.max_new_tokens} tokens per answer"
-        )
-
-
-# The largest that fits the minutes is taken.
-LADDER = (
-    Sizes(800, 400, 2, 64),
-    Sizes(600, 320, 2, 64),
-    Sizes(400, 240, 2, 64),
-    Sizes(300, 160, 2, 64),
-    Sizes(160, 120, 2, 48),
-    Sizes(120, 80, 2, 32),
-    Sizes(120, 80, 1, 32),
-    Sizes(80, 40, 1, 32),
-)
 
 
 @check_numbers
@@ -115,32 +78,36 @@ def demo(
     """
     check_folder(out, NOTE)
     folder, began, device = Path(out), time.perf_counter(), choose_device(device)
-    if (folder / NOTE).exists():
-        begun = json.loads((folder / NOTE).read_text())
-        sizes, dtype = Sizes(**begun["sizes"]), begun["dtype"] if dtype == "auto" else dtype
-        print(f"{folder} resumes as it was begun: {sizes}")
+    note = folder / NOTE
+    if note.exists():
+        begun = json.loads(note.read_text())
+        dtype = begun["dtype"] if dtype == "auto" else dtype
+        print(f"{folder} resumes as it was begun")
     else:
         model = Target.load(target, dtype, device)
         if trained and (difference := load_draft(trained).config.target.difference(model.spec)):
             raise ValueError(f"draft {trained} was trained for a different target: {difference}")
-        sizes, dtype = plan_sizes(folder, model, minutes), model.dtype_name
+        begun, dtype = choose_sizes(model, minutes), model.dtype_name
         del model  # each stage loads its own
+        with atomic(note) as path:
+            path.write_text(json.dumps(begun, indent=1) + "\n")
 
+    steps, conversations = begun["steps"], 2 * begun["steps"]
     place: dict[str, Any] = {"dtype": dtype, "device": device}
-    _say(1, f"the target reads {sizes.conversations} conversations, and {HELD_OUT} to validate on; features are kept")
-    extract(str(CORPUS), str(folder / "features"), target, limit=sizes.conversations, **place)
+    _say(1, f"the target reads {conversations} conversations, and {HELD_OUT} to validate on; features are kept")
+    extract(str(CORPUS), str(folder / "features"), target, limit=conversations, **place)
     extract(_write_held_out(folder), str(folder / "held-out"), target, max_length=HELD_OUT_TOKENS, **place)
-    _say(2, f"one layer learns from random weights, on its own features (HASS, {sizes.steps} steps)")
-    hass = _fit(folder, "HASS", sizes.steps, **place)
-    _say(3, f"so do three specialists, for two positions each (PosS-2, {sizes.steps} steps)")
-    poss2 = _fit(folder, "PosS-2", sizes.steps, **place)
+    _say(2, f"one layer learns from random weights, on its own features (HASS, {steps} steps)")
+    hass = _fit(folder, "HASS", steps, **place)
+    _say(3, f"so do three specialists, for two positions each (PosS-2, {steps} steps)")
+    poss2 = _fit(folder, "PosS-2", steps, **place)
     drafts = {"HASS": hass, "PosS-2": poss2}
     replay(str(folder / "held-out"), str(folder / "replay"), drafts=drafts, **place, **TREE)
     _say(4, "questions of six suites, answered by plain decoding and by every draft in turn, with lookups and without")
-    drafts = {f"{name}, {sizes.steps} steps": draft for name, draft in drafts.items()}
+    drafts = {f"{name}, {steps} steps": draft for name, draft in drafts.items()}
     drafts = ({public_name(trained): trained} if trained else {}) | drafts
-    common: dict[str, Any] = {"drafts": drafts, "target": target, "limit": sizes.limit}
-    common["max_new_tokens"] = sizes.max_new_tokens
+    common: dict[str, Any] = {"drafts": drafts, "target": target}
+    common |= {"limit": begun["limit"], "max_new_tokens": begun["max_new_tokens"]}
     records = exact = str(folder / "benchmark")
     benchmark(records, **common, baselines=[PLAIN, "lookup"], tree="auto", lookup=DEFAULT_LOOKUP, **place)
     if dtype != "float32":  # then answers may differ; these must not, with 20 nodes in every round, if they pay or not
@@ -152,7 +119,7 @@ def demo(
     where, took = "this CPU" if device == "cpu" else device, f"{time.perf_counter() - began:.0f} s"
     print(f"\nDone in {took}, {model} on {where}, {found.overall[0].prompts} prompts, {dtype}\n")
     print(show(overview(found).drop(columns="τ").replace({"method": SHOWN})))  # `auto` sizes trees by speed, not by τ
-    for text in (verdict(found), _exactness(Path(exact)), describe_learning(folder, sizes.steps)):
+    for text in (verdict(found), _exactness(Path(exact)), describe_learning(folder, steps)):
         print(f"\n{textwrap.fill(text, WIDTH)}")
     print(f"\nreport     {folder / 'report.html'}")
     print(f"curves     {Path(sys.executable).parent / 'tensorboard'} --logdir {folder}   → {CURVES}")
@@ -160,48 +127,27 @@ def demo(
     print(f'talk to it poss generate "Why is the sky blue?" --target {target} --draft {trained or poss2}')
 
 
-# --- how much of it ---
-
-
-def plan_sizes(folder: Path, target: Target, minutes: float | None) -> Sizes:
-    """Choose how much the demo does in these minutes, print it and note it in `folder`."""
+def choose_sizes(target: Target, minutes: float | None) -> dict[str, Any]:
+    """Choose how much the demo does in these minutes, by the speed of the target, and print it."""
     device, dtype = target.device, target.dtype_name
     minutes = minutes or MINUTES.get(dtype if device.type == "cpu" else "gpu", MINUTES["float32"])
-    read, write = measure_speed(target)
-    fitting = (sizes for sizes in LADDER if sizes.seconds(read, write) <= 60 * minutes * SPARE)
-    sizes = next(fitting, LADDER[-1])
+    whole = WHOLE * seconds_of_text(target)
+    share = (0.85 * 60 * minutes - OVERHEAD) / whole  # of the time; the rest is spare
+    share = min(1.0, max(0.1, (share - FIXED) / (1 - FIXED)))  # of steps and tokens
+    steps, tokens = VALIDATIONS * round(share * STEPS / VALIDATIONS), max(TOKENS // 2, round(share * TOKENS))
+    sizes = {"steps": steps, "limit": 1 + (share > 0.15), "max_new_tokens": tokens}
+    expected = (OVERHEAD + whole * (FIXED + (1 - FIXED) * share)) / 60
     print(
-        f"{device}, {dtype}: the target reads {read:,.0f} tokens/s and writes {write:.1f}.\n"
-        f"This takes about {_minutes(sizes.seconds(read, write))}: {sizes}."
+        f"This takes about {expected:.0f} minutes on {device} in {dtype}: {steps} of {STEPS} steps of each training, "
+        f"{sizes['limit']} of 2 questions of each suite, {tokens} of {TOKENS} tokens of each answer."
     )
-    if sizes != LADDER[0]:
-        print(f"Made smaller for this machine, from {LADDER[0]} (about {_minutes(LADDER[0].seconds(read, write))}).")
-    with atomic(folder / NOTE) as path:
-        path.write_text(json.dumps({"sizes": sizes._asdict(), "dtype": dtype}, indent=1) + "\n")
-    return sizes
+    return sizes | {"dtype": dtype}
 
 
-@torch.inference_mode()
-def measure_speed(target: Target, tokens: int = 256, steps: int = 4) -> tuple[float, float]:
-    """Tokens a second that a target reads, many at once, and that it writes, one by one."""
-    tokens = min(tokens, target.spec.context - steps)
-    text = torch.arange(tokens, device=target.device)[None] % target.spec.vocab_size
-    cache = target.new_cache(1, tokens + steps)
-    alone = causal_ancestors(1, target.device)
-
-    def write_tokens() -> None:
-        cache.clear()
-        for step in range(steps):
-            target.logits(target.tree_features(text[:, step : step + 1], alone, cache))
-            cache.append([1])
-
-    works = {"read": lambda: target.text_features(text), "write": write_tokens}
-    seconds = best_seconds(works, device=target.device)
-    return tokens / seconds["read"], steps / seconds["write"]
-
-
-def _minutes(seconds: float) -> str:
-    return f"{max(1, round(seconds / 60))} minutes" if seconds >= 90 else "a minute"
+def seconds_of_text(target: Target) -> float:
+    """Seconds in which the target reads `READ` tokens and writes `WRITTEN`, the first of them without a step."""
+    decoder, text = Autoregressive(target), [[0] * READ]
+    return best_seconds({"": lambda: decoder.decode(text, WRITTEN, frozenset())}, device=target.device)[""]
 
 
 # --- its stages ---
@@ -218,13 +164,12 @@ def _write_held_out(folder: Path) -> str:
 def _fit(folder: Path, name: str, steps: int, dtype: str, device: str) -> str:
     """Train one draft, unless that is done, and return its folder."""
     place, store = torch.device(device), str(folder / "features")
-    numbered = {} if place.index is None else {"devices": [place.index]}
     options = {
         "data": {"store": store, "validation_store": str(folder / "held-out")},
         "model": {"vocabulary_size": min(VOCABULARY, FeatureStore(store).target.vocab_size)},
         "trainer": {
             "accelerator": place.type,
-            **numbered,
+            "devices": 1 if place.index is None else [place.index],
             "precision": choose_precision(place.type, dtype),
             "max_steps": steps,
             "val_check_interval": steps // VALIDATIONS,

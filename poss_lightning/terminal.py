@@ -86,20 +86,6 @@ def without_bars() -> Iterator[None]:
         tqdm.__init__ = usual
 
 
-@contextmanager
-def without_retries() -> Iterator[None]:
-    """Keep the hub's client from reporting each failed request within the block, unless the user asks for it."""
-    from huggingface_hub.utils import logging as hub_logging  # `poss --help` does not wait for it
-
-    usual = hub_logging.get_verbosity()
-    if not is_verbose():
-        hub_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hub_logging.set_verbosity(usual)
-
-
 def mute_deepspeed() -> None:
     """Drop DeepSpeed's line that this machine has no GPU, printed at every import, unless the user asks for it."""
     if not is_verbose():

@@ -328,7 +328,7 @@ REFUSED = [
     ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),
     ({"replay": {"store": "DEV", "nodess": 10}}, "'nodess'"),
     ({"replay": {"store": "DEV", "depth": 9, "nodes": 9}}, "which cannot hold a path of depth 9"),
-    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a .jsonl file"),
+    ({"replay": None, "benchmark": {"suites": ["nowhere.jsonl"]}}, "suite 'nowhere.jsonl' is not a file"),
     ({"replay": None, "benchmark": {"baselines": ["beam"]}}, "baselines"),
     ({"choices": ONE | {"two": {"model": {"alocation": [2]}}}}, "two, seed 0: .*alocation'"),
     ({"choices": ONE | {"two": {"model": {"allocation": [2], "start_from": "gone/draft-last"}}}}, "draft 'gone/draft"),

@@ -14,6 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from poss_lightning.decoding.decoder import Progress
+from poss_lightning.target.generation import until_stop
+
 LINES = 24  # so that a round fits a terminal
 
 Token = TypeVar("Token", int, str)  # its id, or its text
@@ -27,6 +30,17 @@ class Guesses(NamedTuple, Generic[Token]):
     scores: list[float]  # (N,) log-probability of the path from the root, by the draft
     path: list[int]  # nodes accepted, from the root on
     bonus: Token | None  # the target's own token after the path; None where the text ended there
+
+
+def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses[int]:
+    """The tree of a round's first text, with its accepted path and bonus token."""
+    tree, verdict = step.tree, step.verdict
+    assert tree is not None and verdict is not None, "a step without a draft has no tree"
+    accepted = int(verdict.accepted[0])
+    emitted = until_stop(verdict.tokens[0, : accepted + 1].tolist(), stops)
+    path = verdict.path[0, : min(accepted, len(emitted)) + 1].tolist()
+    bonus = emitted[accepted] if len(emitted) > accepted else None
+    return Guesses(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
 
 
 def draw(guesses: Guesses[Token], text: Callable[[Token], str], lines: int = LINES) -> str:

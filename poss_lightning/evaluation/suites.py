@@ -64,14 +64,12 @@ def read_suites(
             `chat`, ...: a suite of the project's own.
             `FILE`, `FOLDER`: a file of records, as for a corpus, or a folder of `.jsonl` files; for the forms of a
             record see `forms.read_question`. `FILE?field=NAME` reads a different field.
-            `hub:mt_bench`, `humaneval`, `gsm8k`, `alpaca`, `qa`, `sum`: the papers' six (`hub.SIX`), each the first 80
-            questions of its split; `hub:speed_bench`, or `hub:speed_bench_1k`, `2k`, `8k`, `16k`, `32k` by length of
-            input: all of SPEED-Bench's; `hub:speculators_humaneval`, … (`hub.SPECULATORS`): the nine sets of vLLM's
-            speculators, all of each. Options: `?repo=FOLDER` for a copy, `config`, `split`, `revision`.
-            `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's. Options: `?field=NAME`,
-            `config`, `split`, `revision`, joined by `&`.
-        limit: at most this many questions of each suite, the first; by default all of a file, of SPEED-Bench and
-            of speculators' sets, 80 of the papers' six, and `hub_limit` of other data sets of the hub.
+            `hub:mt_bench` and the others of `suites.yaml`: the papers' six, SPEED-Bench, those of vLLM's speculators.
+            `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's.
+            Options of a suite of the hub, joined by `&`: `?repo=FOLDER` for a copy, `field`, `config`, `split`,
+            `revision`.
+        limit: at most this many questions of each suite, the first; by default all of a file, what `suites.yaml` says,
+            and `hub_limit` of other data sets of the hub.
         strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
             named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
         hub_limit: see `limit`; None for all.
@@ -80,10 +78,9 @@ def read_suites(
     questions: list[Question] = []
     for source in sources or own_suites():
         for suite in _load(source, limit, strict, hub_limit):
-            if twin := next((question for question in questions if question.suite == suite[0].suite), None):
-                raise ValueError(
-                    f"two suites are named {twin.suite!r}; names must differ: {twin.source}, {suite[0].source}"
-                )
+            name = suite[0].suite
+            if twins := [question.source for question in questions if question.suite == name]:
+                raise ValueError(f"two suites are named {name!r}; names must differ: {twins[0]}, {suite[0].source}")
             questions += suite
     return questions
 
@@ -93,7 +90,12 @@ def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -
         yield _from_hub(source, limit, strict, hub_limit)
         return
     place, options = (source, {}) if Path(source).exists() else options_of(source, "field")
-    for path in _files(place):
+    files = local_files(place) or [OWN / f"{name}.jsonl" for name in own_suites() if name == place]
+    if not files:
+        raise FileNotFoundError(
+            f"suite {source!r} is not a file, a folder of .jsonl files, or one that poss list shows"
+        )
+    for path in files:
         rows = ((f"{path}:{number}", number, record) for number, record in file_records(path))
         name = Path(path.name.removesuffix(".gz")).stem
         name = path.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
@@ -101,19 +103,13 @@ def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -
 
 
 def _from_hub(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> list[Question]:
-    name = source.removeprefix(HUB).partition("?")[0]
-    if name in KNOWN:
-        _, options = options_of(source, "repo", "config", "split", "revision")
-        suite = replace(KNOWN[name], revision=None) if "repo" in options else KNOWN[name]  # the pin is of the original
-    elif "/" in name:
-        _, options = options_of(source, "field", "config", "split", "revision")
-        suite = HubSuite(name, questions=hub_limit)
-    else:
-        known = ", ".join(HUB + known for known in KNOWN)
-        raise FileNotFoundError(f"suite {source!r} is none of {known}, and not hub:OWNER/NAME")
-    field = options.pop("field", None)
-    suite = replace(suite, **options)
-    origin, records = stream(source, suite)
+    place, options = options_of(source, "repo", "field", "config", "split", "revision")
+    name, field = place.removeprefix(HUB), options.pop("field", None)
+    if name not in KNOWN and "/" not in name:
+        raise FileNotFoundError(f"suite {source!r} is not hub:OWNER/NAME, and not one that poss list shows")
+    copied: dict[str, Any] = {"revision": None} if "repo" in options else {}  # the pin is of the original
+    suite = replace(KNOWN.get(name) or HubSuite(name, questions=hub_limit), **(copied | options))
+    origin, records = stream(suite)
     rows = ((f"{source} row {number}", number, record) for number, record in records)
     return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
 
@@ -122,18 +118,6 @@ def local_files(suite: str) -> list[Path]:
     """The user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
     path = Path(suite.partition("?")[0])
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
-
-
-def _files(source: str) -> list[Path]:
-    if found := local_files(source):
-        return found
-    if source in own_suites():
-        return [OWN / f"{source}.jsonl"]
-    shipped, known = ", ".join(own_suites()), ", ".join(HUB + name for name in KNOWN)
-    raise FileNotFoundError(
-        f"suite {source!r} is not a .jsonl file, a folder of them, or one of the project's own: {shipped}; the hub has "
-        f"{known}, and hub:OWNER/NAME"
-    )
 
 
 def _suite(

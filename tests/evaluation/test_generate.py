@@ -11,12 +11,14 @@ import torch
 from poss_lightning import clock
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
+from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
-from poss_lightning.evaluation.generate import Prompt, generate, guesses_of
-from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.evaluation.drawing import guesses_of
+from poss_lightning.evaluation.generate import answer, generate
+from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.sampling import Sampling
 from poss_lightning.target.chat import Chat
 from poss_lightning.terminal import printable
 from tests.support.decoders import speculate
@@ -24,7 +26,7 @@ from tests.support.tiny import tiny_draft
 
 NUMBER = r"\d+\.\d+"
 PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
-ALONE = {"draft": None, "nodes": 60}
+ALONE = {"draft": None}
 PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
 
 
@@ -47,8 +49,9 @@ def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys)
 
     speaker = Scripted()
     speaker.target = target
-    module._print_answer(Prompt([1], 9, GREEDY, 0), speaker, None)
-    assert capsys.readouterr().out == "\n"
+    pieces = Pieces(target.chat.text)
+    answer(speaker, [1], 9, watch=module._shown(speaker, pieces, None))
+    assert capsys.readouterr().out == pieces.rest() == ""
 
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):
@@ -58,8 +61,8 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
     def watch(step: Progress) -> None:
         now[0] += 5
 
-    answer = Prompt([5, 6, 7], 9, GREEDY, 0).answer(Autoregressive(target), watch)
-    assert now[0] == 45 and answer.seconds["total"] == 0
+    decoded = answer(Autoregressive(target), [5, 6, 7], 9, watch=watch)
+    assert now[0] == 45 and decoded.seconds["total"] == 0
 
 
 @pytest.mark.parametrize(
@@ -67,7 +70,6 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
     [
         ({"tree": "fixed"}, TAU + PLAIN),
         ({"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
-        ({"compare": False}, PREPARED + TAU),
         (ALONE, ""),
         (ALONE | {"lookup": 4}, PREPARED + TAU + PLAIN),
     ],
@@ -87,14 +89,8 @@ def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
     caplog.set_level("INFO", "poss_lightning")
     dear = Costs(9.0, {1: 1.0, 2: 5.0, 4: 20.0})
     monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: dear)
-    generate("Hi", compare=False, **common)
+    generate("Hi", **common)
     assert "tree: auto gave up drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
-
-
-def test_the_comparison_says_where_tokens_differ():
-    ours, plain = Decoded([5, 6], [0], {"total": 0.25}), Decoded([5, 7], [], {"total": 0.5})
-    words = ", 2.00 × plain decoding (4.0 tokens/s), different tokens from number 2, where two all but tied in bfloat16"
-    assert module._comparison(ours, plain, "bfloat16").startswith(words)
 
 
 # --- one JSON object ---
@@ -121,7 +117,7 @@ def test_json_is_one_object_with_all_options_and_measurements(common, target, ca
 @pytest.mark.parametrize(("errors", "chat"), [("strict", False), ("surrogateescape", True)])  # as locales have it
 def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
-    with pytest.raises(ValueError, match="'utf-8' codec can't"):
+    with pytest.raises(ValueError, match=r"'utf-8' codec can't|half a surrogate"):
         generate("-", **common, chat=chat)
 
 
@@ -134,11 +130,11 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
     out = capsys.readouterr().out
     said = [[message["content"] for message in messages[::2]] for messages in asked]
     assert said == [["One?"], ["One?", "Two?"]]
-    answer = asked[1][1]
-    assert answer["role"] == "assistant" and f"{printable(answer['content'])}\n\n20 tokens" in out
+    answered = asked[1][1]
+    assert answered["role"] == "assistant" and f"{printable(answered['content'])}\n\n20 tokens" in out
     assert out.count("20 tokens, ") == 2 and "plain decoding" not in out
     assert "> Two?\n" in out  # as a terminal shows what is typed
-    assert out.count("> ") - answer["content"].count("> ") >= (2 if first == "-" else 1)
+    assert out.count("> ") - answered["content"].count("> ") >= (2 if first == "-" else 1)
 
 
 # --- rounds drawn ---
@@ -174,6 +170,6 @@ def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
             guesses = guesses_of(now, frozenset())
             drawn.append([guesses.tokens[node] for node in guesses.path[1:]] + [guesses.bonus])
 
-    answer = Prompt([5, 6, 7], 30, GREEDY, 0).answer(many, watch)
-    assert [len(tokens) - 1 for tokens in drawn] == answer.accepted
-    assert [token for tokens in drawn for token in tokens][:29] == answer.tokens[1:] and sum(answer.accepted) > 3
+    decoded = answer(many, [5, 6, 7], 30, watch=watch)
+    assert [len(tokens) - 1 for tokens in drawn] == decoded.accepted
+    assert [token for tokens in drawn for token in tokens][:29] == decoded.tokens[1:] and sum(decoded.accepted) > 3
