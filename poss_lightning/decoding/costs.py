@@ -1,12 +1,12 @@
 """What a round costs on this machine: the time of a draft step, and of verifying trees of several sizes."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from poss_lightning.machine import best_seconds
 
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # sizes of trees, root included
 EACH = 10**6  # steps of a tree whose positions take one each
@@ -20,12 +20,6 @@ class Costs(NamedTuple):
     verify: dict[int, float]  # for n nodes per row; 1 is a step of plain decoding
     steps: int = EACH  # of a whole tree, where they are fewer than its positions
 
-    @classmethod
-    def read(cls, stored: dict[str, Any]) -> "Costs":
-        """From run.json."""
-        verify = {int(n): seconds for n, seconds in stored["verify"].items()}
-        return cls(stored["draft_step"], verify, stored.get("steps", EACH))
-
     def round_seconds(self, depth: Any, nodes: Any) -> Any:
         """Return the seconds of drafting to a depth and verifying so many nodes; numbers or arrays of them.
 
@@ -36,17 +30,13 @@ class Costs(NamedTuple):
         level = np.minimum.accumulate([self.verify[n] for n in reversed(sizes)])[::-1]
         return np.minimum(depth, self.steps) * self.draft_step + np.interp(nodes, sizes, level)
 
-    def break_even(self, depth: int, nodes: int) -> float:
-        """Return the tokens per round at which such rounds are as fast as plain decoding."""
-        return self.round_seconds(depth, nodes) / self.round_seconds(0, 1)
-
 
 def measure(
     draft: Callable[[], object],
     steps: int,
     verify: Callable[[int], Callable[[], object]],
     most: int,
-    device: "torch.device",
+    device: torch.device,
     known: dict[int, float],
 ) -> Costs:
     """Time draft steps and verification here and now.
@@ -57,8 +47,6 @@ def measure(
         most: nodes that a round may verify.
         known: seconds of verifying n nodes, which are not timed again.
     """
-    from poss_lightning.machine import best_seconds  # `poss compare` reads costs, and need not wait for torch
-
     works = {n: verify(n) for n in sorted({*(n for n in MEASURED if n < most), most} - known.keys())}
     seconds = best_seconds({0: draft} | works, device=device, enough=ENOUGH)
     return Costs(seconds.pop(0) / max(steps, 1), known | seconds, steps)

@@ -19,7 +19,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.evaluation.provenance import describe_method, describe_training
+from poss_lightning.evaluation.provenance import describe_method
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, Row, check_method_names
 from poss_lightning.evaluation.streaming import pieces_of
@@ -116,14 +116,12 @@ def benchmark(
     known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookups}
     beside = ["generate"] if baselines is None else baselines
     methods: dict[str, Decoder] = {name: known[name] for name in dict.fromkeys([PLAIN, *beside])}
-    trainings = {}
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         method = f"{name}+lookup" if count else name
         try:
             methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
         except ValueError as error:
             raise ValueError(f"draft {drafts[name]}: {error}") from error
-        trainings[method] = describe_training(drafts[name])
     config |= {
         **asdict(sizes),
         "chat_template_kwargs": model.chat.template.variables or None,
@@ -138,7 +136,6 @@ def benchmark(
         "config": config,
         "drafts": drafts,
         "methods": {name: describe_method(method) for name, method in methods.items()},
-        "trainings": trainings,
         "suites": {question.suite: question.source for question in questions},
     }
     decode = partial(decode_question, model, methods, repeats=repeats, seed=seed, limit=max_new_tokens)
@@ -198,10 +195,7 @@ def decode_question(
     return rows
 
 
-def _warm_up(methods: Mapping[str, Decoder], prompt: list[int], limit: int, sampling: Sampling) -> dict[str, Any]:
-    """Decode a few tokens with every method; return what `tree: auto` measured, for `poss compare`."""
+def _warm_up(methods: Mapping[str, Decoder], prompt: list[int], limit: int, sampling: Sampling) -> None:
+    """Decode a few tokens with every method."""
     for method in methods.values():
         method.decode([prompt], min(limit, 16), sampling=sampling, generator=torch.Generator())
-    engines = ((name, method) for name, method in methods.items() if isinstance(method, Speculative))
-    costs = {name: engine.costs._asdict() for name, engine in engines if engine.costs is not None}
-    return {"costs": costs} if costs else {}

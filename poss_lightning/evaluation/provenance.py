@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 
-from poss_lightning.configs import read_config
 from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.config import SWITCHES, DraftConfig
-from poss_lightning.draft.folder import WEIGHTS, local_folder, shipped
+from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import local_files
 from poss_lightning.features.manifest import MANIFEST
-from poss_lightning.files import public_name, sha256
+from poss_lightning.files import sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.versions import versions
 
@@ -72,18 +71,6 @@ def describe_method(method: Decoder) -> dict:
     if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, TreeDrafter):
         return {}
     return describe_drafter(drafter) | {"tree": method.tree}
-
-
-def describe_training(draft: str) -> str:
-    """How long a draft was trained and from what, as far as the config.yaml of its training says."""
-    folder = local_folder(draft)
-    options = read_config(str(folder.parent / "config.yaml")) if folder.name.startswith("draft-") else {}
-    trainer, start = options.get("trainer", {}), options.get("model", {}).get("start_from")
-    steps, epochs = trainer.get("max_steps", -1), trainer.get("max_epochs")
-    if steps == -1 and not epochs:
-        return "shipped" if draft in shipped() else ""
-    length = f"{epochs} epochs" if steps == -1 else f"{steps} steps"
-    return f"{length} from {public_name(start) if start else 'random weights'}"
 
 
 def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[str, Any]) -> dict[str, str]:

@@ -27,7 +27,7 @@ def record(
     parts: Mapping[str, Callable[[], list[Row]]],
     device: torch.device,
     *,
-    begin: Callable[[], dict[str, Any]] = dict,
+    begin: Callable[[], object] = lambda: None,
     timed: bool = True,
 ) -> None:
     """Measure every part that is not measured yet, and write the folder; one that is finished stays as it is.
@@ -37,7 +37,7 @@ def record(
         facts: of run.json: `config` and `methods`, with which alone it resumes, and any others.
         parts: what gives the answers of each part.
         device: where they are measured.
-        begin: called before the first part; returns more facts of run.json.
+        begin: called before the first part.
         timed: seconds are measured, so it resumes on the same machine alone.
 
     Raises:
@@ -53,8 +53,9 @@ def record(
             work.claim(settings)
             unfinished = [part for part in parts if work.receipt(part) is None]
             if unfinished:
-                known = _note_process(folder, facts, provenance(device), len(unfinished) < len(parts), timed)
-                write_run(folder, known | begin())
+                resumed = len(unfinished) < len(parts)
+                write_run(folder, _note_process(folder, facts, provenance(device), resumed, timed))
+                begin()
             done = len(parts) - len(unfinished)
             for part in tqdm(unfinished, desc="measure", unit="part", initial=done, total=len(parts)):
                 work.write_receipt(part, parts[part]())

@@ -30,7 +30,7 @@ from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.evaluation.provenance import describe_drafter, describe_training
+from poss_lightning.evaluation.provenance import describe_drafter
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import RUN_FILES, Row, check_method_names
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
@@ -99,7 +99,6 @@ def replay(
         "config": config | {"manifests": [sha256(folder / MANIFEST) for folder in features.folders]},
         "drafts": drafts,
         "methods": {name: describe_drafter(each) for name, each in drafters.items()},
-        "trainings": {name: describe_training(source) for name, source in drafts.items()},
     }
     parts = {
         hashlib.sha256(name.encode()).hexdigest()[:16]: partial(  # as a name may hold a slash

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.evaluation.rounds import BASELINES, Paths, read_rounds, read_runs
 from poss_lightning.files import public_name
 from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, Measure
@@ -40,7 +39,6 @@ class Findings(NamedTuple):
         speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
         notes: what to know before methods are compared.
         answers: of the first training of each method, named as the rows are.
-        costs: of each method, where `tree: auto` measured them; of several runs the last.
         runs: how the rounds were made, by folder.
         title: what all this was read from.
     """
@@ -51,7 +49,6 @@ class Findings(NamedTuple):
     speed: Measure
     notes: list[str]
     answers: dict[str, pd.DataFrame]
-    costs: dict[str, Costs]
     runs: Runs
     title: str
 
@@ -83,22 +80,35 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
     rounds = read_rounds(records)
     runs = read_runs(rounds)
     _check_targets(runs)
+    is_sweep = not bool(rounds["choice"].isna().all())
     if bool(rounds["choice"].isna().any()):  # folders of a sweep tell the trainings of a choice apart
         _check_drafts(runs)
+    rows: list[MethodSummary] = []
+    notes: dict[str, None] = {}  # in order
+    answers: dict[str, pd.DataFrame] = {}
     ways = {folder: _sampling(runs.get(folder, {})) for folder in rounds["folder"].unique()}
-    parts = []
     for temperature, top_k, top_p in sorted({*ways.values()}):
-        chosen = [folder for folder, way in ways.items() if way == (temperature, top_k, top_p)]
         name = f"T = {temperature:g}" + f", top_k {top_k}" * (top_k > 0) + f", top_p {top_p:g}" * (top_p < 1)
-        group, suffix = rounds[rounds["folder"].isin(chosen)], f", {name}" * (len({*ways.values()}) > 1)
-        parts.append(_find(group, runs, baseline, reference, suffix))
-    timed = next((part for part in parts if part.baseline), parts[0])
-    notes = dict.fromkeys(note for part in parts for note in part.notes)
-    return timed._replace(
-        rows=[row for part in parts for row in part.rows],
-        notes=[*notes, *[APART] * (len(parts) > 1)],
-        answers={name: answers for part in parts for name, answers in part.answers.items()},
-        costs={name: costs for part in parts for name, costs in part.costs.items()},
+        suffix = f", {name}" * (len({*ways.values()}) > 1)
+        chosen = [folder for folder, way in ways.items() if way == (temperature, top_k, top_p)]
+        some, its_runs = rounds[rounds["folder"].isin(chosen)], {name: runs[name] for name in chosen if name in runs}
+        trainings = split_trainings(some)
+        depths = {name: facts["depth"] for _, name, facts in _methods(its_runs) if "depth" in facts}
+        summed = summarise(trainings, baseline=baseline, reference=reference, depths=depths)
+        rows += [replace(row, method=row.method + suffix) for row in summed]
+        notes |= dict.fromkeys(not_comparable(some, its_runs) + _notes(summed, its_runs, reference))
+        firsts = {name: next(iter(by_seed.values())) for name, by_seed in trainings.items()}
+        beside = next(iter(firsts.values()))
+        of_method = {name: own for name, own in beside.items() if name in BASELINES}
+        of_method |= {name: own[name] for name, own in firsts.items()}
+        answers |= {name + suffix: own for name, own in of_method.items()}
+    return Findings(
+        rows=rows,
+        baseline=baseline if any(SPEED_UP.name in row.values for row in rows) else None,
+        reference=reference,
+        speed=SPEED_UP if is_sweep else SPEED,
+        notes=[*notes, *[APART] * (len({*ways.values()}) > 1)],
+        answers=answers,
         runs=runs,
         title=_name_folders(rounds["folder"].unique()),
     )
@@ -111,43 +121,18 @@ def _sampling(run: dict[str, Any]) -> tuple[float, int, float]:
     return (temperature, config.get("top_k") or 0, config.get("top_p") or 1) if temperature else (0, 0, 1)
 
 
-def _find(rounds: pd.DataFrame, runs: Runs, baseline: str, reference: str | None, suffix: str) -> Findings:
-    """What rounds of one way of sampling say; `suffix` is added to the names of methods."""
-    runs = {folder: runs[folder] for folder in rounds["folder"].unique() if folder in runs}
-    trainings = split_trainings(rounds)
-    decoded = {name for by_seed in trainings.values() for beside in by_seed.values() for name in beside}
-    is_timed = bool(rounds["seconds"].notna().any())  # else all were replayed
-    if is_timed and decoded & set(BASELINES) and baseline not in decoded:
-        raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(sorted(decoded & set(BASELINES)))}")
-    depths = {name: facts["depth"] for _, name, facts in _methods(runs) if "depth" in facts}
-    rows = summarise(trainings, baseline=baseline if is_timed else None, reference=reference, depths=depths)
-    notes = not_comparable(rounds, runs)
-    if any(len(row.seeds) > 1 for row in rows):
-        notes.append(SEEDS)
-        seeds = {seed for row in rows if row.method == reference for seed in row.seeds}
-        if few := sorted({row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1}):
-            notes.append(
-                f"One seed alone is shared with {reference}, so the interval is for other prompts: {', '.join(few)}."
-            )
-    else:
-        notes.append(TRAINED_ONCE)
+def _notes(rows: list[MethodSummary], runs: Runs, reference: str | None) -> list[str]:
+    """What intervals are for, and what acceptance depends on."""
+    notes = [SEEDS] if any(len(row.seeds) > 1 for row in rows) else [TRAINED_ONCE]
+    seeds = {seed for row in rows if row.method == reference for seed in row.seeds}
+    few = sorted({row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1})
+    if few and notes == [SEEDS]:
+        notes.append(
+            f"One seed alone is shared with {reference}, so the interval is for other prompts: {', '.join(few)}."
+        )
     if any(run.get("config", {}).get("tree") == "auto" for run in runs.values()):
         notes.append(AUTO)
-    firsts = {name: next(iter(by_seed.values())) for name, by_seed in trainings.items()}
-    answers = {name: own for name, own in next(iter(firsts.values())).items() if name in BASELINES}
-    answers |= {name: beside[name] for name, beside in firsts.items()}
-    costs = {name: each for run in runs.values() for name, each in run.get("costs", {}).items()}
-    return Findings(
-        rows=[replace(row, method=row.method + suffix) for row in rows],
-        baseline=baseline if any(SPEED_UP.name in row.values for row in rows) else None,
-        reference=reference,
-        speed=SPEED if bool(rounds["choice"].isna().all()) else SPEED_UP,
-        notes=notes,
-        answers={name + suffix: own for name, own in answers.items()},
-        costs={name + suffix: Costs.read(each) for name, each in costs.items()},
-        runs=runs,
-        title="",
-    )
+    return notes
 
 
 def not_comparable(rounds: pd.DataFrame, runs: Runs) -> list[str]:
@@ -188,9 +173,8 @@ def _check_drafts(runs: Runs) -> None:
 def _check_targets(runs: Runs) -> None:
     """Raise ValueError for runs of several targets; one without its target's fingerprint may be of any."""
     fingerprints = {folder: run.get("config", {}).get("fingerprint") for folder, run in runs.items()}
-    known = [(folder, str(fingerprint)) for folder, fingerprint in fingerprints.items() if fingerprint]
-    for folder, fingerprint in known[1:]:
-        first, earlier = known[0]
+    (first, earlier), *others = [*((folder, each) for folder, each in fingerprints.items() if each)] or [("", "")]
+    for folder, fingerprint in others:
         if not same_weights(earlier, fingerprint):
             raise ValueError(
                 f"{first} was measured on another target than {folder} (fingerprints {earlier} and {fingerprint}); "

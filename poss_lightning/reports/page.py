@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from poss_lightning import plots
-from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, PLAIN, read_answers
+from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, read_answers
 from poss_lightning.files import atomic, public_name
 from poss_lightning.reports.findings import Findings
 from poss_lightning.reports.measures import SPEED_UP
@@ -22,12 +22,6 @@ from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 # What HTML forbids: control characters but tab and ends of lines.
 CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
 SHOWN_PROMPTS = 6  # whose decoded text is shown, at most
-METHODS = {  # those that run.json does not describe
-    PLAIN: "the target alone, one token per step",
-    "generate": "the target alone, by transformers' generate",
-    "lookup": "prompt lookup, no training",
-    "vllm": "the target alone, in vLLM",
-}
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
     "val_drift_l2": "relative L2 distance to the target's feature (0 is best)",
@@ -53,17 +47,17 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.speed is SPEED_UP else [])))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
-    defined = define_methods(found.runs.values())
+    drafts = {name: facts for run in found.runs.values() for name, facts in run.get("methods", {}).items() if facts}
+    methods = pd.DataFrame(drafts).T.rename_axis("method").reset_index().astype("str").replace("nan", "")
     page = _template().render(
         title=found.title,
         circumstances=describe_runs(found.runs.values()),
-        methods={row.method: defined[row.method] for row in found.overall if row.method in defined},
         verdict=verdict(found),
         notes=found.notes,
         overview=overview(found),
         legend=LEGEND,
         figures=comparison_figures(found),
-        tables=all_tables(found),
+        tables=all_tables(found) | ({"How drafts are made and used": methods} if drafts else {}),
         training=training_figures(trained),
         texts=list(decoded_texts(found.answers)),
     )
@@ -91,21 +85,6 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     named = [f"target {public_name(target)}" for target in dict.fromkeys(filter(None, targets))]
     span = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
     return [words for words in (*named, span, *dict.fromkeys(machines)) if words]
-
-
-def define_methods(runs: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """What each method is, as far as run.json says: layers and positions, parameters, training."""
-    defined = dict(METHODS)
-    for run in runs:
-        trainings = run.get("trainings", {})
-        for name, facts in run.get("methods", {}).items():
-            if (allocation := facts.get("allocation")) and name not in defined:
-                stacked = facts.get("block_layers", 1)
-                single = "one layer" if stacked == 1 else f"{stacked} layers"
-                layers = single if len(allocation) == 1 else f"{len(allocation)} specialists"
-                size = f"{facts['parameters'] / 1e6:.1f} M parameters" if facts.get("parameters") else ""
-                defined[name] = ", ".join(filter(None, [f"{layers} {allocation}", size, trainings.get(name)]))
-    return defined
 
 
 # --- figures ---

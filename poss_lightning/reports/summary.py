@@ -64,11 +64,15 @@ def summarise(
         depths: K by method; by default, and at least, the most tokens that a round of the method accepted.
 
     Raises:
-        ValueError: `reference` is not a method.
+        ValueError: `reference` is not a method, or no method was decoded beside `baseline` but beside another.
     """
     if reference is not None and reference not in trainings:
         raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(trainings)}")
-    if not all(baseline in beside for by_seed in trainings.values() for beside in by_seed.values()):
+    beside_all = [{*beside} for by_seed in trainings.values() for beside in by_seed.values()]
+    if not all(baseline in names for names in beside_all):
+        known = sorted(set.union(*beside_all) & set(BASELINES))
+        if baseline and known and not any(baseline in names for names in beside_all):
+            raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(known)}")
         baseline = None
     sums: dict[str, dict[int, Sums]] = {}
     suites = pd.Index([])

@@ -13,7 +13,6 @@ from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO
 from poss_lightning.reports.statistics import Estimate, Jackknife, interval, leave_one_out, mean_over, ratio
 from poss_lightning.reports.summary import ALL, MethodSummary
 
-TREES = ((2, 8), (4, 16), (6, 60))  # draft steps and nodes of the rounds whose cost is shown
 PARTS = ["prefill", "draft", "verify", "commit", "round"]  # a CUDA graph is timed as one part, `round`
 POSITION, INPUT = 32, 128  # tokens at which the second column begins; each reaches twice as far as the one before
 LENGTHS = {
@@ -43,7 +42,7 @@ def overview(found: Findings) -> pd.DataFrame:
 
 
 def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
-    """By title: methods, against the reference, by position, suite, length and category; what drafting costs."""
+    """By title: methods, against the reference, by position, suite, length and category; milliseconds per token."""
     rows, reference = found.overall, found.reference
     drafted = [row for row in rows if row.rounds]
     tables = {"Methods": _methods(rows, found.baseline)}
@@ -57,7 +56,6 @@ def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     one = " (one training)" if any(len(row.seeds) > 1 for row in drafted) else ""
     lengths = _length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
     tables |= {title + one: table for title, table in lengths.items()}
-    tables["What drafting costs on this machine"] = _costs(found)
     if found.speed is SPEED:  # a sweep's choices were timed apart
         tables["Milliseconds per new token"] = _parts(found.answers)
     return {title: table for title, table in tables.items() if len(table) and len(table.columns) > 1}
@@ -144,21 +142,6 @@ def _positions(rows: list[MethodSummary], gains: bool = False) -> pd.DataFrame:
     positions = [position(k) for k in range(1, max((len(row.pos_acc) for row in rows), default=0) + 1)]
     columns = {each.title: [text(row, each) for row in rows] for each in positions}
     return _table({"method": [row.method for row in rows], **columns})
-
-
-def _costs(found: Findings) -> pd.DataFrame:
-    """Milliseconds of a plain step, a draft step and of verifying; and the τ from which rounds of some sizes pay."""
-    costs = found.costs.values()
-    table = {
-        "method": [*found.costs],
-        "plain step, ms": [f"{1000 * cost.verify[1]:.1f}" for cost in costs],
-        "draft step, ms": [f"{1000 * cost.draft_step:.1f}" for cost in costs],
-    }
-    for steps, nodes in TREES:
-        known = [cost if nodes <= max(cost.verify) else None for cost in costs]  # no larger tree was measured
-        table[f"{nodes} nodes, ms"] = [f"{1000 * cost.round_seconds(0, nodes):.1f}" if cost else "" for cost in known]
-        table[f"{steps} steps pay from τ"] = [f"{cost.break_even(steps, nodes):.2f}" if cost else "" for cost in known]
-    return _table(table)
 
 
 def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

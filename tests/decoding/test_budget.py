@@ -38,9 +38,8 @@ def test_costs_between_those_measured_lie_on_a_line_and_never_fall():
     found = Costs(2.0, {1: 10.0, 2: 15.0, 4: 13.0, 8: 17.0, 16: 40.0, 20: 39.0})
     sizes = [1, 2, 3, 4, 6, 8, 12, 16, 20, 60]  # no tree may have 60
     assert found.round_seconds(0, sizes).tolist() == [10, 13, 13, 13, 15, 17, 28, 39, 39, 39]
-    assert found.break_even(0, 1) == 1  # in plain steps
-    assert found.break_even(3, 6) == (3 * 2 + 15) / 10
-    assert found._replace(steps=1).break_even(3, 6) == (2 + 15) / 10  # a block is one step
+    assert found.round_seconds(3, 6) == 3 * 2 + 15
+    assert found._replace(steps=1).round_seconds(3, 6) == 2 + 15  # a block is one step
 
 
 def costs(draft: float, slope: float) -> Costs:

@@ -1,6 +1,5 @@
 """A draft knows the texts that it was trained on, in whatever store they are."""
 
-import json
 import logging
 from dataclasses import replace
 from typing import Any
@@ -11,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation import replay as module
-from poss_lightning.evaluation.provenance import _commit, describe_training
+from poss_lightning.evaluation.provenance import _commit
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
@@ -98,18 +97,6 @@ def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
     after = load_draft(tmp_path / "second" / "draft-last").trained_on
     assert after > known
     assert load_draft("embedded-hass").trained_on == frozenset()  # it is from before, and says nothing
-
-
-def test_the_training_of_a_draft_is_described_by_the_config_beside_it(tmp_path):
-    for model, trainer, words in (
-        ({"start_from": "embedded-hass"}, {"max_steps": 10}, "10 steps from embedded-hass"),
-        ({"start_from": None}, {"max_steps": -1, "max_epochs": 20}, "20 epochs from random weights"),
-        ({}, {}, ""),
-    ):
-        (tmp_path / "config.yaml").write_text(json.dumps({"model": model, "trainer": trainer}))
-        assert describe_training(str(tmp_path / "draft-best")) == words
-    assert describe_training("embedded-hass") == "shipped"
-    assert describe_training(str(tmp_path / "copied")) == describe_training("owner/draft") == ""
 
 
 def test_a_copy_without_git_has_its_commit_in_a_file(tmp_path):

@@ -1,4 +1,4 @@
-"""`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths, costs and warnings."""
+"""`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths and warnings."""
 
 import shutil
 from collections import defaultdict
@@ -9,7 +9,6 @@ from statistics import fmean
 import pytest
 from scipy import stats
 
-from poss_lightning.decoding.costs import Costs
 from poss_lightning.reports.compare import compare, print_findings, show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.measures import TAU_MACRO, TAU_MICRO
@@ -114,19 +113,17 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
         "T = 1, top_p 0.5": {"temperature": 1.0, "top_p": 0.5},
         "T = 1": {"temperature": 1.0, "tree": "auto"},
     }
-    costs = {"costs": {"eagle": Costs(0.006, {1: 0.06, 8: 0.08})._asdict()}}
     for seed, (name, config) in enumerate(configs.items()):
         records = make_rows(seed=seed)
         if name == "T = 0":  # greedy answers were replayed, which takes no time
             records = [row | {"seconds": {}} for row in records if row["method"] in ("eagle", "poss-1")]
-        write_run(tmp_path / name, records, {"config": config} | costs)
+        write_run(tmp_path / name, records, {"config": config})
     both = find(tmp_path, reference="eagle")
     for name in configs:
         alone = find(tmp_path / name, reference="eagle")
         rows = [replace(row, method=f"{row.method}, {name}") for row in alone.rows]
         assert repr([row for row in both.rows if row.method.endswith(f", {name}")]) == repr(rows)  # nan is not itself
         assert all(both.answers[f"{method}, {name}"].equals(own) for method, own in alone.answers.items())
-        assert both.costs[f"eagle, {name}"] == alone.costs["eagle"]
         assert set(alone.notes) < set(both.notes)
         assert any("sized by their cost" in note for note in alone.notes) == (name == "T = 1")
     assert (both.baseline, both.speed.name) == ("plain", "tokens_per_second")
@@ -154,7 +151,7 @@ def test_a_different_draft_tree_or_target_is_refused(tmp_path):
         find(tmp_path)
 
 
-# --- lengths and costs ---
+# --- lengths and parts ---
 
 
 def naive_columns(records, by):
@@ -202,15 +199,9 @@ def test_tables_of_lengths_are_what_counting_gives(tmp_path):
             assert texts == [naive_tau(prompts) for prompts in naive_columns(own, by)]
 
 
-def test_measured_costs_are_shown(tmp_path):
-    costs = Costs(0.006, {1: 0.06, 8: 0.08, 16: 0.09, 32: 0.17})
-    write_run(tmp_path, make_rows(), {"costs": {"eagle": costs._asdict()}})
-    found = find(tmp_path)
-    assert found.costs == {"eagle": costs}
-    tables = all_tables(found)
-    (row,) = tables["What drafting costs on this machine"].to_dict("records")
-    assert [*row.values()] == ["eagle", "60.0", "6.0", "80.0", "1.53", "90.0", "1.90"]  # (2 * 6 + 80) / 60, ...
-    parts = tables["Milliseconds per new token"].set_index("method").astype(float)
+def test_milliseconds_of_the_parts_are_those_of_a_token(tmp_path):
+    write_run(tmp_path, make_rows(), {})
+    parts = all_tables(find(tmp_path))["Milliseconds per new token"].set_index("method").astype(float)
     records = [row for row in make_rows() if row["method"] == "eagle"]
     total = 1000 * sum(row["seconds"]["total"] for row in records) / sum(row["new_tokens"] for row in records)
     assert list(parts.columns) == ["verify", "rest"]  # the others took no time

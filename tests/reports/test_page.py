@@ -108,16 +108,12 @@ def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training"))
 
 
-def test_methods_are_defined_below_the_title(tmp_path):
-    facts = {"methods": {"eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}}
-    write_run(tmp_path / "run", make_rows(prompts=3), facts | {"trainings": {"eagle": "10 steps from hass"}})
+def test_a_table_says_how_drafts_are_made_and_used(tmp_path):
+    facts = {"plain": {}, "eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}
+    write_run(tmp_path / "run", make_rows(prompts=3), {"methods": facts})
     page = page_of(tmp_path / "run")
-    assert re.findall("<li>(.*)</li>", page[page.index("</h1>") : page.index("<table")]) == [
-        "plain: the target alone, one token per step",
-        "generate: the target alone, by transformers&#39; generate",
-        "eagle: one layer [6], 1.2 M parameters, 10 steps from hass",
-        "poss-1: 2 specialists [1, 1]",
-    ]
+    cells = re.findall("<td>(.*)</td>", page[page.index("How drafts are made") :])
+    assert cells[:6] == ["eagle", "[6]", "1234567", "poss-1", "[1, 1]", ""]
 
 
 def test_spans_are_the_rounds_and_have_every_piece_once():
