@@ -13,12 +13,12 @@ from tqdm import tqdm
 from poss_lightning.corpus.draws import Draw
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.corpus.writer import CorpusWriter
-from poss_lightning.evaluation.answers import answer_questions
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.features.shards import TokenizedText
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.writing import tokenize
 from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.synthesize import answer_questions
 from poss_lightning.target.model import Target
 
 ANSWERS, DRAWN, LONG = "answers", "temperature 1", "one long text"
