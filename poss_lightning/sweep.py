@@ -132,7 +132,8 @@ class Cell:
             if draft:
                 replay.check_store(store, draft)
         else:
-            _read_suites_once(json.dumps(options["suites"]), options["limit"])
+            suites = options["suites"]
+            _read_suites(tuple(suites) if isinstance(suites, list) else suites, options["limit"])
 
     def _measure_options(self, draft: Path) -> dict:
         """Arguments of the function that measures it."""
@@ -150,10 +151,7 @@ class Cell:
         return folder
 
 
-@cache
-def _read_suites_once(suites: str, limit: int | None) -> None:
-    """Read the suites for the first of all trainings that ask the same questions: the hub may have to send them."""
-    read_suites(json.loads(suites), limit)
+_read_suites = cache(read_suites)  # once for all trainings that ask the same questions: the hub may have to send them
 
 
 @dataclass(frozen=True)
@@ -193,12 +191,7 @@ class Sweep:
 
     def check(self) -> None:
         """Raise ValueError, which names it, for a wrong field."""
-        if len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds are {self.seeds}; name none twice")
         check_method_names(self.choices)
-        for name, options in {"fit": self.fit, **self.choices}.items():
-            if not isinstance(files := (options or {}).get("config", []), list):
-                raise ValueError(f"config of {name} is {files!r}; it must be a list of YAML files")
         if (self.replay is None) == (self.benchmark is None):
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
@@ -210,19 +203,16 @@ class Sweep:
         """Every choice of the first seed, then of the second, and so on. What a choice sets counts before `fit`."""
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
-        for seed, choice in product(map(int, self.seeds), self.choices):
-            given = (self.fit, self.choices[choice], getattr(self, measure))
-            common, special, options = (_with_seed(each or {}, seed) for each in given)
+        for seed, choice in product(dict.fromkeys(map(int, self.seeds)), self.choices):
+            given = json.dumps([self.fit or {}, self.choices[choice] or {}, getattr(self, measure)])
+            given = given.replace('"${seed}"', str(seed)).replace("${seed}", str(seed))  # a number, or within a text
+            common, special, options = json.loads(given)
             seeds = {"seed_everything": seed, "data.seed": seed}
             seeds |= {name: value for name, value in (flat(common) | flat(special)).items() if name in seeds}
-            layers = [*common.pop("config", []), common, *special.pop("config", []), special, seeds]
+            files = [[each] if isinstance(each := own.pop("config", []), str) else each for own in (common, special)]
+            layers = [*files[0], common, *files[1], special, seeds]
             cells.append(Cell(choice, seed, experiment / f"choice={choice}" / f"seed={seed}", layers, measure, options))
         return cells
-
-
-def _with_seed(options: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Options with the seed in place of `${seed}`: a number, or digits within a text."""
-    return json.loads(json.dumps(options).replace('"${seed}"', str(seed)).replace("${seed}", str(seed)))
 
 
 def sweep(folder: str, shard: str = "1/1") -> None:

@@ -231,9 +231,10 @@ def test_a_training_of_different_settings_is_refused(experiment, tmp_path, comma
 def test_a_choice_s_file_counts_before_what_all_have_in_common(experiment, tmp_path):
     """But not before the seed."""
     (tmp_path / "deep.yaml").write_text("seed_everything: 3\nmodel: {depth: 3}\ndata: {seed: 3}\n")
-    one = {"one": {"config": [str(tmp_path / "deep.yaml")], "model": {"allocation": [2]}}}
-    for fit, seed in (({"model.depth": 2}, 1), ({"model.depth": 2, "data.seed": 7}, 7)):
-        (cell,) = cells_of(experiment(fit=fit, choices=one, seeds=[1]))
+    deep = str(tmp_path / "deep.yaml")
+    for files, fit, seed in ((deep, {"model.depth": 2}, 1), ([deep], {"model.depth": 2, "data.seed": 7}, 7)):
+        one = {"one": {"config": files, "model": {"allocation": [2]}}}
+        (cell,) = cells_of(experiment(fit=fit, choices=one, seeds=[1, 1]))
         options = cell.training
         assert (options["model"]["depth"], options["seed_everything"], options["data"]["seed"]) == (3, 1, seed)
 
@@ -316,11 +317,9 @@ def test_a_shipped_start_and_the_text_of_training_and_measure_are_digested(exper
 
 REFUSED = [
     # a wrong sweep
-    ({"seeds": [0, 0]}, "none twice"),
     ({"replay": None}, "give one of replay and benchmark"),
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
-    ({"choices": {"one": {"config": "lab.yaml"}}}, "config of one is 'lab.yaml'; it must be a list"),
     ({"fit": {"config": ["gone.yaml"]}}, "one, seed 0: conf/gone.yaml"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
