@@ -67,7 +67,7 @@ def drift() -> Figure:
     drawn = {NAMES[name]: last_by_depth(choices[name], "val_drift_l2") for name in NAMES}
     panels = {"80 steps from one trained layer, 5 trainings each": drawn}
     label = "drift: relative L2 (95 % intervals)"
-    return plots.curves(panels, "depth of the pass", label, colours=COLOURS, size=(5.4, 3.4))
+    return plots.curves(panels, "depth of the pass", label, colours=COLOURS)
 
 
 def tree() -> Figure:

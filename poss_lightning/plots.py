@@ -61,7 +61,6 @@ def curves(
     *,
     share: bool = False,
     colours: Mapping[str, str] | None = None,
-    size: tuple[float, float] = SIZE,
 ) -> Figure:
     """Curves with their intervals, in panels side by side with one y axis and one legend.
 
@@ -74,7 +73,7 @@ def curves(
     styles = dict(zip(names, cycle((colour, dashes) for dashes in DASHES for colour in COLOURS), strict=False))
     styles |= {name: (colour, "-") for name, colour in (colours or {}).items()}
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(size[0] * len(panels), size[1]), layout="constrained")
+        figure = Figure(figsize=(SIZE[0] * len(panels), SIZE[1]), layout="constrained")
         every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axes, (title, drawn) in zip(every, panels.items(), strict=True):
             for place, (name, points) in enumerate(drawn.items()):
@@ -130,14 +129,11 @@ def to_svg(figure: Figure, label: str) -> str:
 
 def _legend(figure: Figure, handles: Mapping[Any, Any]) -> None:
     """Put a legend below the panels, in as many columns as fit, and make the figure higher by its rows."""
-    names = [textwrap.fill(str(name), int(LEGEND_LETTERS * figure.get_figwidth())) for name in handles]
-    for columns in range(len(names), 0, -1):
-        legend = figure.legend([*handles.values()], names, loc="outside lower center", ncols=columns)
-        box = legend.get_window_extent()
-        if box.width <= figure.bbox.width or columns == 1:
-            break
-        legend.remove()
-    figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+    letters = int(LEGEND_LETTERS * figure.get_figwidth())
+    names = [textwrap.fill(str(name), letters) for name in handles]
+    columns = max(1, letters // (6 + max(map(len, names))))  # 6 for a handle
+    legend = figure.legend([*handles.values()], names, loc="outside lower center", ncols=columns)
+    figure.set_figheight(figure.get_figheight() + legend.get_window_extent().height / figure.dpi)
 
 
 def _curve(axes: Axes, name: str, points: Mapping[float, Any], style: tuple[str, str], aside: float) -> None:

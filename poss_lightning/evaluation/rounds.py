@@ -28,35 +28,22 @@ RUN_FILES = (UNFINISHED, ROUNDS, CELL)  # one of them is in every folder that ha
 PLAIN = "plain"  # the target alone, in our own loop
 BASELINES = (PLAIN, "generate", "lookup", "vllm")  # methods without rounds, or whose rounds are not kept
 KEY = ["suite", "id", "turn", "repeat"]  # what tells the answers of a method apart
+ANSWER_KEY = ["suite", "id", "turn", "answer"]
 PARTS = ("prefill", "draft", "verify", "commit", "round", "measure", "capture")
 SCHEMA = pa.schema(
     {
-        "method": pa.string(),
-        "suite": pa.string(),
-        "id": pa.string(),
-        "turn": pa.int32(),
-        "repeat": pa.int32(),
-        "prompt_tokens": pa.int32(),
-        "new_tokens": pa.int32(),
+        **dict.fromkeys(("method", "suite", "id"), pa.string()),
+        **dict.fromkeys(("turn", "repeat", "prompt_tokens", "new_tokens"), pa.int32()),
         "accepted": pa.list_(pa.int16()),
-        "seconds": pa.float64(),
-        **dict.fromkeys(PARTS, pa.float64()),
+        **dict.fromkeys(("seconds", *PARTS), pa.float64()),
         "category": pa.string(),
         "answer": pa.int64(),
     }
 )
 ANSWER_SCHEMA = pa.schema(
-    {
-        "suite": pa.string(),
-        "id": pa.string(),
-        "turn": pa.int32(),
-        "answer": pa.int64(),
-        "tokens": pa.list_(pa.int32()),
-        "pieces": pa.list_(pa.string()),
-        "question": pa.string(),
-    }
+    {name: SCHEMA.field(name).type for name in ANSWER_KEY}
+    | {"tokens": pa.list_(pa.int32()), "pieces": pa.list_(pa.string()), "question": pa.string()}
 )
-ANSWER_KEY = ["suite", "id", "turn", "answer"]
 
 Paths = Iterable[str | Path] | str | Path
 Row = Mapping[str, Any]  # of both tables, before `write_rounds` parts them
@@ -98,9 +85,8 @@ def read_answers(rounds: pd.DataFrame) -> pd.DataFrame:
     """Read `tokens`, `pieces` (the text of each) and `question` of answers, by suite, id, turn and answer."""
     folders = [Path(folder) for folder in rounds["folder"].unique()]
     files = {place / ANSWERS: None for folder in folders for place in (folder, folder.absolute().parents[1])}
-    tables = [_read_table(file, ANSWER_SCHEMA) for file in files if file.is_file()]
-    answers = pd.concat(tables) if tables else pd.DataFrame(columns=ANSWER_SCHEMA.names)
-    return answers.drop_duplicates(ANSWER_KEY).set_index(ANSWER_KEY)
+    answers = [ANSWER_SCHEMA.empty_table(), *(_read_table(file, ANSWER_SCHEMA) for file in files if file.is_file())]
+    return pa.concat_tables(answers).to_pandas().drop_duplicates(ANSWER_KEY).set_index(ANSWER_KEY)
 
 
 def read_runs(rounds: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -125,7 +111,7 @@ def move_answers(cell: Path, experiment: Path) -> None:
     """Move the answers of a cell into those of its experiment; only one process at a time may do so."""
     files = [file for place in (experiment, cell) if (file := place / ANSWERS).is_file()]
     if cell / ANSWERS in files:
-        tables = [pq.read_table(file, schema=ANSWER_SCHEMA, partitioning=None) for file in files]
+        tables = [_read_table(file, ANSWER_SCHEMA) for file in files]
         _write_answers(experiment, pa.concat_tables(tables).to_pylist())
         (cell / ANSWERS).unlink()
 
@@ -135,8 +121,8 @@ def check_method_names(drafts: Iterable[str]) -> None:
     for name in drafts:
         if not isinstance(name, str):
             raise ValueError(f"a draft is named {name}, which YAML reads as {type(name).__name__}: quote it")
-    if clash := set(drafts) & set(BASELINES):
-        raise ValueError(f"a draft is named {clash.pop()!r}, like a baseline: choose another name")
+        if name in BASELINES:
+            raise ValueError(f"a draft is named {name!r}, like a baseline: choose another name")
 
 
 def find_rounds(path: Path) -> list[Path]:
@@ -153,8 +139,8 @@ def find_rounds(path: Path) -> list[Path]:
 
 def _read(file: Path) -> pd.DataFrame:
     is_ours = file.name == ROUNDS
-    rounds = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(read_engine(file), SCHEMA).to_pandas()
-    cell = re.search(r"/choice=([^/]+)/seed=(\d+)$", file.absolute().parent.as_posix())
+    table = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(read_engine(file), SCHEMA)
+    rounds, cell = table.to_pandas(), re.search(r"/choice=([^/]+)/seed=(\d+)$", file.absolute().parent.as_posix())
     return rounds.assign(
         choice=pd.Series(cell and cell[1], rounds.index, "str"),
         seed=pd.Series(cell and int(cell[2]), rounds.index, "Int64"),
@@ -162,8 +148,8 @@ def _read(file: Path) -> pd.DataFrame:
     )
 
 
-def _read_table(file: Path, schema: pa.Schema) -> pd.DataFrame:
-    return pq.read_table(file, schema=schema, partitioning=None).to_pandas()
+def _read_table(file: Path, schema: pa.Schema) -> pa.Table:
+    return pq.read_table(file, schema=schema, partitioning=None)
 
 
 def _write_answers(folder: Path, rows: Sequence[Row]) -> None:

@@ -1,7 +1,6 @@
 """The page of `poss compare --html`: tables, curves and decoded text in one file that loads nothing else."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,8 @@ def comparison_figures(found: Findings) -> Figures:
         gains = {row.method: row.gains[measure.name] for row in found.overall if measure.name in row.gains}
         if any(gain.value == gain.value for gain in gains.values()):
             drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(gains, float(measure.logs))
-    shares = {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}
-    if shares:
-        figure = plots.curves({"": shares}, "draft position k", "accepted, if k−1 was", share=True)
-        drawn["pos-acc by position"] = figure
+    if shares := {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}:
+        drawn["pos-acc by position"] = plots.curves({"": shares}, "position k", "accepted, if k−1 was", share=True)
     return drawn
 
 
@@ -128,10 +125,8 @@ def decoded_texts(methods: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any
     """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
     firsts = {name: own.reset_index().query("turn == 0 and repeat == 0") for name, own in methods.items()}
     texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]) for name, own in firsts.items()}
-    by_suite: dict[str, list[tuple]] = {}
-    for prompt in next(iter(texts.values()))["pieces"].dropna().index:
-        by_suite.setdefault(prompt[0], []).append(prompt)
-    for prompt in [prompt for prompt in chain(*zip_longest(*by_suite.values())) if prompt][:SHOWN_PROMPTS]:
+    with_text = next(iter(texts.values()))["pieces"].dropna()
+    for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:SHOWN_PROMPTS]:
         answers = [own.loc[prompt].to_dict() | {"name": name} for name, own in texts.items() if prompt in own.index]
         shown = [answer | {"spans": split_rounds(answer["accepted"], answer["pieces"])} for answer in answers]
         yield {"title": ", ".join(prompt), "question": answers[0]["question"], "answers": shown}

@@ -22,29 +22,22 @@ Scalars = dict[str, Series]  # of one run, by tag
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
     """The scalars of every folder that holds event files, at any depth: by folder, then by tag.
 
-    A finished cell of a sweep that has none, as in a clone, gives the last value of each that its run.json kept.
-
-    Raises:
-        FileNotFoundError: no such folder.
+    A finished cell of a sweep that has none, as in a clone, gives the last value of each that its run.json kept, at
+    step 0.
     """
     by_folder: dict[str, Scalars] = {}
     for folder in [Path(folders)] if isinstance(folders, str | Path) else map(Path, folders):
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: no such folder; give the folder of a training run")
+        kept = {file.parent: read_json(file).get("scalars", {}) for file in folder.rglob(RUN)}
+        found = {place: {tag: [(0, value)] for tag, value in last.items()} for place, last in kept.items()}
         events = {file.parent for file in folder.rglob("events.out.tfevents.*")}
-        for place in sorted(events | {file.parent for file in folder.rglob(RUN)}):
-            by_folder[str(place)] = _read_events(place) if place in events else _read_last(place)
-    return {name: scalars for name, scalars in by_folder.items() if scalars}
+        found |= {place: _read_events(place) for place in events}
+        by_folder |= {str(place): found[place] for place in sorted(found) if found[place]}
+    return by_folder
 
 
 def last_values(scalars: Scalars) -> dict[str, float]:
     """The last value of each scalar that pages and notebooks read, as the run.json of a cell keeps them."""
     return {tag: float(f"{series[-1][1]:.5g}") for tag, series in sorted(scalars.items()) if KEPT.fullmatch(tag)}
-
-
-def _read_last(folder: Path) -> Scalars:
-    """The last values in the run.json of a cell, each at step 0."""
-    return {tag: [(0, value)] for tag, value in read_json(folder / RUN).get("scalars", {}).items()}
 
 
 def _read_events(folder: Path) -> Scalars:

@@ -146,15 +146,14 @@ def _positions(rows: list[MethodSummary], gains: bool = False) -> pd.DataFrame:
 
 def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Milliseconds per new token by method and part; `rest` is the time outside the named parts."""
-    timed = {name: answers[answers["seconds"].notna()] for name, answers in methods.items()}
-    timed = {name: answers for name, answers in timed.items() if len(answers)}
-    seconds = pd.DataFrame({name: answers[PARTS].sum() for name, answers in timed.items()}).T
-    if not seconds.to_numpy().any():  # of a replay, none is timed
+    timed = pd.concat([own[own["seconds"].notna()].assign(method=name) for name, own in methods.items()])
+    sums = timed.groupby("method", sort=False)[[*PARTS, "seconds", "new_tokens"]].sum()
+    if not sums[PARTS].to_numpy().any():  # of a replay, none is timed
         return pd.DataFrame()
-    total = pd.Series({name: answers["seconds"].sum() for name, answers in timed.items()})
-    seconds["rest"] = (total - seconds.sum(axis=1)).clip(lower=0)
-    tokens = pd.Series({name: answers["new_tokens"].sum() for name, answers in timed.items()})
-    texts = (1000 * seconds.div(tokens, axis=0)).map(lambda each: f"{each:.1f}" if each else "")
+    sums["rest"] = (sums["seconds"] - sums[PARTS].sum(axis=1)).clip(lower=0)
+    texts = (1000 * sums[[*PARTS, "rest"]].div(sums["new_tokens"], axis=0)).map(
+        lambda each: f"{each:.1f}" if each else ""
+    )
     return _table({"method": [*texts.index], **{part: [*texts[part]] for part in texts}})
 
 
@@ -184,17 +183,12 @@ def list_rounds(answers: pd.DataFrame) -> pd.DataFrame:
     Those of engines are left out, which say neither lengths nor the order of rounds.
     """
     answers = answers[answers["prompt_tokens"] > 0].reset_index()
-    rounds = answers.loc[answers.index.repeat(answers["accepted"].map(len)), ["suite", "id", "category"]]
-    before = [1 + np.cumsum([0, *(own[:-1] + 1)]) for own in answers["accepted"] if len(own)]
-    prompts = answers["prompt_tokens"].loc[rounds.index].to_numpy()
-    return rounds.assign(
-        accepted=np.concatenate([[], *answers["accepted"]]),
-        position=_doubling(np.concatenate([[], *before]), POSITION),
-        input=_doubling(prompts, INPUT),
-    )
+    rounds = answers.explode("accepted").dropna(subset=["accepted"]).astype({"accepted": int})
+    before = (rounds["accepted"] + 1).groupby(level=0).cumsum() - rounds["accepted"]
+    return rounds.assign(position=_doubling(before, POSITION), input=_doubling(rounds["prompt_tokens"], INPUT))
 
 
-def _doubling(numbers: np.ndarray, shortest: int) -> np.ndarray:
+def _doubling(numbers: pd.Series, shortest: int) -> np.ndarray:
     """The columns of numbers, by where they begin: 0, then `shortest` times 1, 2, 4, …"""
     return np.where(numbers < shortest, 0, shortest * 2 ** np.log2(np.maximum(numbers // shortest, 1)).astype(int))
 

@@ -141,8 +141,9 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
     assert last == {tag: [(0, pytest.approx(series[-1][1], 1e-4))] for tag, series in events.items()}
     shutil.copytree(training, cell, dirs_exist_ok=True)
     assert list(read_scalars(cell).values()) == [events]
-    with pytest.raises(FileNotFoundError, match="nowhere: no such folder"):
-        read_scalars(tmp_path / "nowhere")
+    write_run(tmp_path / "run", make_rows(prompts=1), {})
+    with pytest.raises(ValueError, match="nowhere, which holds no TensorBoard files"):
+        page_of(tmp_path / "run", runs=str(tmp_path / "nowhere"))
 
 
 def test_runs_are_named_without_what_their_paths_share():
