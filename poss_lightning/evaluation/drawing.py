@@ -12,27 +12,25 @@ the
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from poss_lightning.decoding.decoder import Progress
 from poss_lightning.target.generation import until_stop
 
 LINES = 24  # so that a round fits a terminal
 
-Token = TypeVar("Token", int, str)  # its id, or its text
 
-
-class Guesses(NamedTuple, Generic[Token]):
+class Guesses(NamedTuple):
     """One round of one text: N nodes, the root first and every parent before its children."""
 
-    tokens: list[Token]  # (N,)
+    tokens: list[Any]  # (N,) ids, or texts
     parents: list[int]  # (N,)
     scores: list[float]  # (N,) log-probability of the path from the root, by the draft
     path: list[int]  # nodes accepted, from the root on
-    bonus: Token | None  # the target's own token after the path; None where the text ended there
+    bonus: Any  # the target's own token after the path; None where the text ended there
 
 
-def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses[int]:
+def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
     """The tree of a round's first text, with its accepted path and bonus token."""
     tree, verdict = step.tree, step.verdict
     assert tree is not None and verdict is not None, "a step without a draft has no tree"
@@ -43,7 +41,7 @@ def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses[int]:
     return Guesses(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
 
 
-def draw(guesses: Guesses[Token], text: Callable[[Token], str], lines: int = LINES) -> str:
+def draw(guesses: Guesses, text: Callable[[Any], str], lines: int = LINES) -> str:
     """The tree, more likely children first, with the probability of each path; ✓ marks accepted tokens and + the bonus.
 
     The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.

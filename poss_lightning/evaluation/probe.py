@@ -37,12 +37,6 @@ class Replay(lightning.Callback):
         if sum(len(sample.spans) for sample in self.samples) * trainer.world_size < self.answers:
             self.samples += answered_samples(batch)
 
-    def on_test_batch_end(self, *args) -> None:
-        self.on_validation_batch_end(*args)
-
-    def on_test_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.on_validation_epoch_end(trainer, pl_module)
-
     def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         samples, self.samples = self.samples, []
         if trainer.sanity_checking:
@@ -55,6 +49,8 @@ class Replay(lightning.Callback):
             accepted = [count for sample in replayed for answer in sample for count in answer]
             stage = pl_module.stage
             _log(pl_module, accepted, depth, f"{stage}/tau_{kind}", f"{stage}_pos_acc_{kind}")
+
+    on_test_batch_end, on_test_epoch_end = on_validation_batch_end, on_validation_epoch_end
 
 
 def answered_samples(batch: Batch) -> list[Sample]:

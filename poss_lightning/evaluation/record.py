@@ -46,7 +46,7 @@ def record(
     settings = {**facts["config"], "methods": facts["methods"]}
     work = Work(folder / UNFINISHED)
     if (folder / ROUNDS).exists():
-        check_settings(folder, settings)
+        _check_settings(folder, settings)
         work.clear()  # the process that wrote them may have been killed before it did
     else:
         with work.exclusive(wait=False):
@@ -71,7 +71,7 @@ def write_run(folder: Path, facts: dict[str, Any]) -> None:
         path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
 
 
-def check_settings(folder: Path, settings: dict[str, Any]) -> None:
+def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError where the run.json of a finished folder has another value of one of these settings."""
     run = read_json(folder / RUN)  # without it nobody knows how rounds were made
     earlier = {**run.get("config", {}), "methods": run.get("methods")}

@@ -8,7 +8,6 @@ that was drawn, so only drafting is left to do, for many answers at once: about 
 compares replayed rounds with the engine's.
 """
 
-import hashlib
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -101,9 +101,7 @@ def replay(
         "methods": {name: describe_drafter(each) for name, each in drafters.items()},
     }
     parts = {
-        hashlib.sha256(name.encode()).hexdigest()[:16]: partial(  # as a name may hold a slash
-            _measure, name, drafter, stored[drafter.specialists.config.aux_layers]
-        )
+        f"draft-{quote(name, safe='')}": partial(_measure, name, drafter, stored[drafter.specialists.config.aux_layers])
         for name, drafter in drafters.items()
     }
     record(Path(out), facts, parts, torch.device(device), timed=False)

@@ -2,14 +2,16 @@
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from poss_lightning.corpus import readers
 from poss_lightning.corpus.formats import Malformed, file_records, options_of, parse_line, report_left_out, unused
-from poss_lightning.evaluation.forms import read_id, read_question
+from poss_lightning.corpus.turns import refuse_half_pairs
 from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.chat import Chat
@@ -17,6 +19,8 @@ from poss_lightning.target.template import Message
 
 OWN = Path(__file__).parent / "prompts"
 HUB = "hub:"
+WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+_ANSWER: Message = {"role": "assistant", "content": "…"}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def read_suites(
         sources: one of these, or a list of them; None for all of the project's own suites.
             `chat`, ...: a suite of the project's own.
             `FILE`, `FOLDER`: a file of records, as for a corpus, or a folder of `.jsonl` files; for the forms of a
-            record see `forms.read_question`. `FILE?field=NAME` reads a different field.
+            record see `read_question`. `FILE?field=NAME` reads a different field.
             `hub:mt_bench` and the others of `suites.yaml`: the papers' six, SPEED-Bench, those of vLLM's speculators.
             `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's.
             Options of a suite of the hub, joined by `&`: `?repo=FOLDER` for a copy, `field`, `config`, `split`,
@@ -153,6 +157,71 @@ def _question(suite: str, source: str, number: int, row: object, field: str | No
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, not {type(record).__name__}")
     opening, turns, template = read_question(record, field)
-    category = record.get("category")
-    known = category if isinstance(category, str) else ""
-    return Question(suite, read_id(record, number), known, turns, opening, template, source)
+    id = next((record[name] for name in ("question_id", *readers.IDS) if record.get(name) not in (None, "")), number)
+    id = refuse_half_pairs(id if isinstance(id, int) else str(id), "its id")
+    category = known if isinstance(known := record.get("category"), str) else ""
+    return Question(suite, id, category, turns, opening, template, source)
+
+
+def read_question(record: dict, field: str | None = None) -> tuple[list[Message], list[str], dict[str, Any]]:
+    """The system messages, the user's turns, and what the chat template is given besides, as in a `Conversation`.
+
+    Answers are left out, since the model gives its own: everything between two answers is one turn, its messages joined
+    by a blank line. Where there are no answers at all, as in SPEED-Bench's files, each message of the user is a turn. A
+    conversation ends where the answer was a tool call, which nobody runs here, and before a later system message.
+
+    Args:
+        record: the first of these fields that it has is read: `turns` (texts), `messages` (role, content), ShareGPT's
+            `conversations` (from, value; or texts of the user and the assistant in turn, also in `data`), `prompt` (a
+            text, texts, or messages), `instruction` (and `input`), `question`.
+        field: read this one instead, in any form that `prompt` may have.
+    """
+    key, value = _find_field(record, field)
+    readers.check_text(record)
+    opening = readers.system_of(record)
+    if key in readers.CHATS or (chat := readers.as_chat(value)):
+        systems = {name: record[name] for name in ("system", "system_prompt") if name in record}
+        messages = readers.messages_of({"messages": value if key in readers.CHATS else chat, **systems})
+        opening, texts = _split_turns(messages, key)
+    else:
+        texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of texts, none of them blank")
+    if any(WITHHELD in text for text in texts):
+        raise Malformed(
+            "SPEED-Bench may not hold this text: name a file that NVIDIA-NeMo/Skills' prepare.py has written"
+        )
+    return opening, refuse_half_pairs(texts, f"`{key}`"), readers.template_of(record)
+
+
+def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
+    """The field that has the question, and its value."""
+    if (value := record.get(field or "turns")) is not None:
+        return field or "turns", value
+    if not field:
+        key, value = readers.chat_of(record)
+        if not key and isinstance(record.get("prompt"), list) and not record.get("instruction"):
+            key, value = "prompt", record["prompt"]  # beside an instruction, it is made of that and the input
+        key, value = (key, value) if key else readers.question_of(record)
+        if key:
+            return key, value
+    known = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
+    has = ", ".join(map(str, record)) or "no field"
+    raise Malformed(f"has no {f'`{field}`' if field else known}; it has {has}")
+
+
+def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], list[str]]:
+    """The system messages before the user speaks, and the messages between answers as turns."""
+    if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
+        later = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
+        messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in later), one)]
+    first = readers.first_user(messages)
+    tools = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
+    systems = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
+    messages = readers.make_regular([*messages[: min([*tools, *systems], default=len(messages))], _ANSWER])
+    first = readers.first_user(messages)
+    runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")
+    turns = ["\n\n".join(message["content"] for message in run) for is_answer, run in runs if not is_answer]
+    if not turns:
+        raise Malformed(f"`{field}` has no message of a user")
+    return messages[:first], turns
