@@ -3,6 +3,7 @@
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from dataclasses import asdict
@@ -15,7 +16,6 @@ import torch
 from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import local_files
@@ -23,9 +23,6 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.files import sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.versions import versions
-
-# Fields of a `DraftConfig` that run.json has where they are not the default.
-OPTIONAL = ("intermediate_size", "window", *SWITCHES, "block_layers", "inner_layers")
 
 
 def provenance(device: torch.device) -> dict:
@@ -49,10 +46,8 @@ def describe_draft(draft: Specialists) -> dict:
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
-    options = {name: getattr(config, name) for name in OPTIONAL}
     return {
         "allocation": list(config.allocation),
-        **{name: value for name, value in options.items() if value != getattr(DraftConfig, name)},
         "kv": config.kv,
         "kind": config.kind,
         "training_depth": config.depth,
@@ -96,9 +91,8 @@ def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[
 
 def _processor() -> str:
     facts = Path("/proc/cpuinfo")
-    lines = facts.read_text().splitlines() if facts.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    named = re.search(r"model name\s*: (.*)", facts.read_text()) if facts.exists() else None
+    return named[1].strip() if named else platform.processor()
 
 
 def _commit(package: Path) -> str | None:
