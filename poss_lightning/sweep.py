@@ -11,16 +11,13 @@ NAME/
 """
 
 import json
-import time
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, cached_property
 from itertools import product
 from math import gcd
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -118,22 +115,19 @@ class Cell:
 
     def check(self, coming: Collection[Path]) -> None:
         """Raise what training or measuring would; it may start from trainings in the folders `coming`."""
-        draft = None
-        if not (self.folder / FINISHED).exists():
-            start = self._start(coming)
-            is_coming = start is not None and start.parent.resolve() in coming
-            draft = build(*self.layers, *[{"model": {"start_from": None}}] * is_coming)
         options = self._measure_options(self.folder / "draft-last")
         choose_device(options["device"])
-        if draft:
-            Plan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
-        if self.measure == "replay":
-            store = FeatureStore(options["store"])
-            if draft:
-                replay.check_store(store, draft)
-        else:
-            suites = options["suites"]
+        store = FeatureStore(options["store"]) if self.measure == "replay" else None
+        if suites := options.get("suites"):
             _read_suites(tuple(suites) if isinstance(suites, list) else suites, options["limit"])
+        if (self.folder / FINISHED).exists():
+            return
+        start = self._start(coming)
+        is_coming = start is not None and start.parent.resolve() in coming
+        if draft := build(*self.layers, *[{"model": {"start_from": None}}] * is_coming):
+            Plan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
+            if store:
+                replay.check_store(store, draft)
 
     def _measure_options(self, draft: Path) -> dict:
         """Arguments of the function that measures it."""
@@ -196,7 +190,7 @@ class Sweep:
             raise ValueError("give one of replay and benchmark, the options of how choices are measured")
         if "drafts" in (self.replay or self.benchmark or {}):
             raise ValueError("drafts is among the options of the measure; each choice's own draft is what is measured")
-        if self.reference is not None and self.reference not in self.choices:
+        if self.reference not in (None, *self.choices):
             raise ValueError(f"reference is {self.reference!r}, which is none of {', '.join(self.choices)}")
 
     def cells(self, experiment: Path) -> list[Cell]:
@@ -226,22 +220,18 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     """
     experiment = Sweep.load(Path(folder) / SETTINGS)
     cells = experiment.cells(Path(folder))
-    share, seconds, failed = _share(cells, shard), [], []
+    share, failed = _share(cells, shard), []
     _check(Path(folder), cells, share)
     for number, cell in enumerate(share, 1):
         if cell.is_done:
             continue
-        remaining = sum(not other.is_done for other in share[number - 1 :])
-        expected = f", {timedelta(seconds=round(fmean(seconds) * remaining))} left" if seconds else ""
-        print(f"\n[{number}/{len(share)}] {cell.name}{expected}", flush=True)
-        began = time.monotonic()
+        print(f"\n[{number}/{len(share)}] {cell.name}", flush=True)
         try:
             with Work(cell.folder / "training").part("cell") as acquired:
                 if not acquired:
                     print("another process is training it")
                 elif not cell.is_done:  # by another process, a moment ago
                     cell.train()
-                    seconds.append(time.monotonic() - began)
         except Exception as error:  # of any kind: it does not keep the other trainings from running
             if not is_user_error(error):
                 traceback.print_exc()
