@@ -79,8 +79,7 @@ def curves(
             for place, (name, points) in enumerate(drawn.items()):
                 aside = min(0.06, 0.5 / len(drawn)) * (place - (len(drawn) - 1) / 2)
                 _curve(axes, name, points, styles[name], aside)
-            if all(float(x).is_integer() for points in drawn.values() for x in points):
-                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.set(xlabel=x_label, title=title)
         every[0].set_ylabel(y_label)
         if share:

@@ -69,13 +69,7 @@ def describe_method(method: Decoder) -> dict:
 
 
 def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[str, Any]) -> dict[str, str]:
-    """Digests of the local files that a cell is made from: stores, text, and its start.
-
-    Args:
-        training: all options of the training.
-        start: the folder of the draft it starts from.
-        measure: options of the measure.
-    """
+    """Digests of the local files that a training and its measure are made from: stores, text, and the draft's start."""
     data, trainer = training["data"], training["trainer"]
     lists = data["store"], measure.get("suites")
     stores, suites = ([given] if isinstance(given, str) else given or [] for given in lists)

@@ -112,7 +112,7 @@ StoredAnswer = tuple[str, int, Answer]  # conversation, turn and answer
 
 def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[Row]:
     """The rounds of a draft."""
-    rounds = _replay_all(drafter, [answer for *_, answer in stored], f"replay {name}")
+    rounds = _replay_all(drafter, [answer for *_, answer in stored])
     return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
 
 
@@ -150,18 +150,17 @@ def replay_rounds(
     return [[next(replayed) for _ in own] for own in by_sample]
 
 
-def _replay_all(drafter: TreeDrafter, answers: list[Answer], title: str | None = None) -> list[list[int]]:
-    """What each round of every answer accepts; those of about the same length side by side. A title shows a bar."""
+def _replay_all(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
+    """What each round of every answer accepts; those of about the same length side by side."""
     alike: dict[Sampling, list[int]] = {}
     on_gpu = drafter.specialists.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
     rows, rounds = (GPU_ROWS if on_gpu else ROWS), {}
     lengths = [len(answer.tokens) - answer.start for answer in answers]
     for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
         alike.setdefault(answers[i].sampling, []).append(i)
-    with tqdm(total=len(answers), desc=title, unit="answer", disable=title is None, leave=False) as bar:
-        for places in (group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)):
-            rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places]), strict=True))
-            bar.update(len(places))
+    batches = [group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)]
+    for places in tqdm(batches, desc="replay", unit="batch", delay=5, leave=False):
+        rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places]), strict=True))
     return [rounds[i] for i in range(len(answers))]
 
 

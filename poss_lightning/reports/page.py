@@ -36,13 +36,7 @@ Figures = dict[str, Figure]  # by title
 
 
 def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -> None:
-    """Write the page.
-
-    Args:
-        found: what records say.
-        out: file to write.
-        runs: folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's own by default.
-    """
+    """Write the page; `runs` are folders of trainings, whose event files give drift and loss: by default a sweep's."""
     trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.speed is SPEED_UP else [])))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
@@ -72,21 +66,14 @@ def _template() -> Any:
     return pages.get_template("page.html.j2")
 
 
-# --- how the runs were made ---
-
-
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Target, dates and machines of runs, in this order, as far as their run.json have them."""
-    runs = list(runs)
-    targets = [run.get("config", {}).get("target") for run in runs]
-    machines = [", ".join(str(run[fact]) for fact in ("machine", "device") if run.get(fact)) for run in runs]
-    days = sorted(filter(None, (str(run.get("started") or "")[: len("2026-11-22")] for run in runs)))
-    named = [f"target {public_name(target)}" for target in dict.fromkeys(filter(None, targets))]
-    span = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
-    return [words for words in (*named, span, *dict.fromkeys(machines)) if words]
-
-
-# --- figures ---
+    """Targets, days, machines and devices of runs, as far as their run.json have them."""
+    words: dict[str, None] = {}
+    for run in runs:
+        target, day = run.get("config", {}).get("target"), str(run.get("started") or "")[: len("2026-11-22")]
+        named = f"target {public_name(target)}" if target else ""
+        words |= dict.fromkeys(filter(None, (named, day, run.get("machine"), run.get("device"))))
+    return [*words]
 
 
 def comparison_figures(found: Findings) -> Figures:
@@ -116,9 +103,6 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
     """`tag` at the last validation by depth, averaged over the runs that have it."""
     last = [{k: series[-1][1] for k, series in series_by_depth(run, tag).items()} for run in runs]
     return {k: mean([one[k] for one in last if k in one]) for k in sorted(set().union(*last))}
-
-
-# --- decoded text ---
 
 
 def decoded_texts(methods: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
