@@ -25,12 +25,11 @@ from tests.support.documents import Command, parsed
 
 CONF = Path(__file__).parents[1] / "conf"
 EXTRACT = ("extract", "{inputs}/corpus.jsonl")
-GENERATE = ("generate", "Hi", "--target", "{inputs}/target", "--dtype", "float32")
 FIT = ("fit", "--data.store", "{inputs}/store", "--data.validation", "0.2", "--model.allocation")
 THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
 BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
-    ((*GENERATE, "--depth", "3"), "depth is 3, but without --draft there is no tree"),
+    (("generate", " "), "the prompt is empty: say something, or - to read it from stdin"),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
     ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
     ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),

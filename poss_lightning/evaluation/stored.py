@@ -22,7 +22,6 @@ class Answer(NamedTuple):
     """One assistant's answer of a stored sample, without an end that the target did not write."""
 
     tokens: Tensor  # (T,) prompt and answer
-    features: Tensor  # (T, D), the target's after each token
     draft_input: Tensor  # (T, R), what the draft reads after each token
     choices: Tensor  # (T - start,), what the target chooses at the answer's places, given the text before each
     start: int  # of the answer
@@ -50,8 +49,8 @@ def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
             choices = _draw_again(draw, embed_head.logits(features), start)
         complete = bool(choices[-1] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
         known = stop if complete else stop - 1
-        tokens, features, draft_input = sample.tokens[:known], sample.features[:known], sample.draft_input[:known]
-        yield Answer(tokens, features, draft_input, choices[: known - start], start, complete, draw)
+        tokens, draft_input = sample.tokens[:known], sample.draft_input[:known]
+        yield Answer(tokens, draft_input, choices[: known - start], start, complete, draw)
 
 
 def _draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
