@@ -24,11 +24,12 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     tiny_draft(Target.load(str(target), "float32"), [6], depth=1).save_pretrained(tmp_path / "single")
     drafts = {"trained": str(tmp_path / "single")}
     monkeypatch.setattr(module, "HELD_OUT", 4)
-    monkeypatch.setattr(module, "STEPS", 40)
+    monkeypatch.setattr(module, "STEPS", 20)
+    monkeypatch.setattr(module, "VALIDATIONS", 2)
     monkeypatch.setattr(module, "TOKENS", 8)
     demo(str(folder), str(target), **drafts, minutes=0.1)
     assert (folder / "report.html").is_file()
-    drafted = {"single", "HASS, 4 steps", "PosS-2, 4 steps"}
+    drafted = {"single", "HASS, 2 steps", "PosS-2, 2 steps"}
     methods = {"plain", "lookup", *drafted, *(f"{name}+lookup" for name in drafted)}
     assert {*read_rounds(folder / "benchmark")["method"]} == methods
     end = capsys.readouterr().out.partition("\nDone in ")[2]

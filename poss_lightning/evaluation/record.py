@@ -1,9 +1,6 @@
 """What `poss benchmark` and `poss replay` share: a measurement in parts, which resumes after a kill.
 
-OUT/                 the folder of a measurement
-  run.json           settings, methods, machine and versions; written first
-  unfinished/        only while it is running: the answers of each finished part; see `work.py`
-  rounds.parquet     every answer, and answers.parquet with their tokens; written last
+run.json is written first, `unfinished/` holds the answers of each finished part, rounds.parquet is written last.
 """
 
 import json

@@ -1,7 +1,8 @@
 """Tables of what was found, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,30 +30,34 @@ LEGEND = (
 
 def overview(found: Findings) -> pd.DataFrame:
     """Speed, speed-up and τ of every method, as wide as a terminal; without speed-ups also τ minus the reference's."""
-    rows = found.overall
     columns = {
-        "method": [row.method for row in rows],
-        "tokens/s": [_text(row, SPEED).partition(" ")[0] for row in rows],
-        "speed-up": [_text(row, SPEED_UP) for row in rows],
-        "τ": [_text(row, TAU_MACRO) for row in rows],
+        "tokens/s": lambda row: _text(row, SPEED).partition(" ")[0],
+        "speed-up": partial(_text, measure=SPEED_UP),
+        "τ": partial(_text, measure=TAU_MACRO),
     }
-    if found.reference and not any(columns["speed-up"]):
-        columns["τ − reference"] = [gain_text(row, TAU_MACRO, brief=True) for row in rows]
-    return _table(columns)
+    if found.reference and not any(SPEED_UP.name in row.values for row in found.overall):
+        columns["τ − reference"] = partial(gain_text, measure=TAU_MACRO, brief=True)
+    return _table(found.overall, columns)
 
 
 def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     """By title: methods, against the reference, by position, suite, length and category; milliseconds per token."""
     rows, reference = found.overall, found.reference
     drafted = [row for row in rows if row.rounds]
+    compared = [row for row in rows if row.gains]
+    depth = max((len(row.pos_acc) for row in drafted), default=0)
+    positions = {each.title: each for each in map(position, range(1, depth + 1))}
     tables = {"Methods": _methods(rows, found.baseline)}
     if reference:
-        tables[f"Against {reference}"] = _gains(rows, found.compared)
-    shown = (row for row in found.rows if row.suite != ALL and (row.rounds or SPEED_UP.name in row.values))
-    tables["By suite"] = _by_suite([*shown], found)
-    tables["pos-acc by position, %"] = _positions(drafted)
+        gains = {each.compared_title: partial(gain_text, measure=each) for each in found.compared}
+        tables[f"Against {reference}"] = _table(compared, gains)
+    shown = [row for row in found.rows if row.suite != ALL and (row.rounds or SPEED_UP.name in row.values)]
+    tables["By suite"] = _by_suite(shown, found)
+    by_position = {title: partial(_text, measure=each) for title, each in positions.items()}
+    tables["pos-acc by position, %"] = _table(drafted, by_position)
     if reference:
-        tables[f"pos-acc by position, % − {reference}"] = _positions([row for row in drafted if row.gains], gains=True)
+        gains = {title: partial(gain_text, measure=each) for title, each in positions.items()}
+        tables[f"pos-acc by position, % − {reference}"] = _table([row for row in compared if row.rounds], gains)
     one = " (one training)" if any(len(row.seeds) > 1 for row in drafted) else ""
     lengths = _length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
     tables |= {title + one: table for title, table in lengths.items()}
@@ -101,47 +106,45 @@ def _text(row: MethodSummary, measure: Measure) -> str:
     return value.with_interval(measure.form) if value else ""
 
 
-def _methods(rows: list[MethodSummary], baseline: str | None) -> pd.DataFrame:
-    trainings = [pd.Series([*row.trainings.get(TAU_MACRO.name, {}).values()], dtype=float) for row in rows]
-    texts = {each: [_text(row, each) for row in rows] for each in MEASURES}
-    titled = {each: each.title.format(baseline=baseline) for each in MEASURES}
-    return _table(
-        {
-            "method": [row.method for row in rows],
-            "trainings": [str(len(row.seeds)) for row in rows],
-            **{titled[each]: own for each, own in texts.items() if each.scale != "share"},
-            "sd of a training, τ macro": [f"{taus.std():.3f}" if len(taus) > 1 else "" for taus in trainings],
-            **{titled[each]: own for each, own in texts.items() if each.scale == "share"},
-            "rounds": [str(row.rounds or "") for row in rows],
-        }
+def _table(rows: list[MethodSummary], columns: Mapping[str, Callable[[MethodSummary], str]]) -> pd.DataFrame:
+    """A row for each method; the columns that have any text."""
+    texts = {name: [text(row) for row in rows] for name, text in columns.items()}
+    return pd.DataFrame(
+        {"method": [row.method for row in rows]} | {name: own for name, own in texts.items() if any(own)}
     )
 
 
-def _gains(rows: list[MethodSummary], measures: list[Measure]) -> pd.DataFrame:
-    others = [row for row in rows if row.gains]
-    texts = {measure.compared_title: [gain_text(row, measure) for row in others] for measure in measures}
-    return _table({"method": [row.method for row in others], **texts})
+def _methods(rows: list[MethodSummary], baseline: str | None) -> pd.DataFrame:
+    def deviation(row: MethodSummary) -> str:
+        taus = [*row.trainings.get(TAU_MACRO.name, {}).values()]
+        return f"{np.std(taus, ddof=1):.3f}" if len(taus) > 1 else ""
+
+    texts = {each.title.format(baseline=baseline): partial(_text, measure=each) for each in MEASURES}
+    shares = {each.title.format(baseline=baseline) for each in MEASURES if each.scale == "share"}
+    return _table(
+        rows,
+        {
+            "trainings": lambda row: str(len(row.seeds)),
+            **{title: text for title, text in texts.items() if title not in shares},
+            "sd of a training, τ macro": deviation,
+            **{title: text for title, text in texts.items() if title in shares},
+            "rounds": lambda row: str(row.rounds or ""),
+        },
+    )
 
 
 def _by_suite(rows: list[MethodSummary], found: Findings) -> pd.DataFrame:
+    lengths = [each for each in MEASURES if each.scale == "tokens"]
     return _table(
+        rows,
         {
-            "method": [row.method for row in rows],
-            "suite": [row.suite for row in rows],
-            "prompts": [str(row.prompts) for row in rows],
-            **{each.title: [_text(row, each) for row in rows] for each in MEASURES if each.scale == "tokens"},
-            f"{TAU_MACRO.compared_title} {found.reference}": [gain_text(row, TAU_MACRO) for row in rows],
-            f"× {found.baseline}": [_text(row, SPEED_UP) for row in rows],
-        }
+            "suite": lambda row: row.suite,
+            "prompts": lambda row: str(row.prompts),
+            **{each.title: partial(_text, measure=each) for each in lengths},
+            f"{TAU_MACRO.compared_title} {found.reference}": partial(gain_text, measure=TAU_MACRO),
+            f"× {found.baseline}": partial(_text, measure=SPEED_UP),
+        },
     )
-
-
-def _positions(rows: list[MethodSummary], gains: bool = False) -> pd.DataFrame:
-    """pos-acc in per cent, or its difference from the reference's in percentage points."""
-    text = gain_text if gains else _text
-    positions = [position(k) for k in range(1, max((len(row.pos_acc) for row in rows), default=0) + 1)]
-    columns = {each.title: [text(row, each) for row in rows] for each in positions}
-    return _table({"method": [row.method for row in rows], **columns})
 
 
 def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
@@ -154,12 +157,7 @@ def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     texts = (1000 * sums[[*PARTS, "rest"]].div(sums["new_tokens"], axis=0)).map(
         lambda each: f"{each:.1f}" if each else ""
     )
-    return _table({"method": [*texts.index], **{part: [*texts[part]] for part in texts}})
-
-
-def _table(columns: dict[str, list[str]]) -> pd.DataFrame:
-    """The columns that have any text."""
-    return pd.DataFrame({name: texts for name, texts in columns.items() if any(texts)})
+    return texts.loc[:, texts.any()].reset_index()
 
 
 # --- where drafts accept: published drafts fade in long texts (arXiv 2605.09329), which one mean hides ---
