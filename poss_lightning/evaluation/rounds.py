@@ -72,13 +72,10 @@ def read_rounds(paths: Paths) -> pd.DataFrame:
 
     Raises:
         FileNotFoundError: no such file, or a folder without rounds.
-        ValueError: no path; or a file that is not an engine's.
+        ValueError: no path, or a file that is not an engine's.
     """
     listed = [paths] if isinstance(paths, str | Path) else paths
-    tables = [_read(file) for path in listed for file in find_rounds(Path(path))]
-    if not tables:
-        raise ValueError("records is []; name folders of rounds, or files of engines")
-    return pd.concat(tables, ignore_index=True)
+    return pd.concat([_read(file) for path in listed for file in find_rounds(Path(path))], ignore_index=True)
 
 
 def read_answers(rounds: pd.DataFrame) -> pd.DataFrame:
@@ -132,9 +129,7 @@ def find_rounds(path: Path) -> list[Path]:
     for place in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):
         if files := sorted(path.glob(place)):
             return files
-    if (path / UNFINISHED).is_dir():
-        raise FileNotFoundError(f"{path} is unfinished: give the command that began it again")
-    raise FileNotFoundError(f"{path}: no such file; give a folder with a {ROUNDS} in it or below, or an engine's file")
+    raise FileNotFoundError(f"{path} has no {ROUNDS} in it or below, and is not an engine's file")
 
 
 def _read(file: Path) -> pd.DataFrame:

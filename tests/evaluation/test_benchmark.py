@@ -13,6 +13,7 @@ from poss_lightning.decoding.decoder import Decoded
 from poss_lightning.evaluation import benchmark as module
 from poss_lightning.evaluation import record as recording
 from poss_lightning.evaluation.benchmark import benchmark, decode_question
+from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.rounds import ANSWER_KEY, BASELINES, PARTS, read_answers, read_rounds
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.files import read_json
@@ -167,14 +168,9 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run)
     assert before == contents(whole)
 
 
-def test_other_weights_under_the_same_name_are_refused(run, target, tmp_path):
-    def run_draft(seed: int) -> None:
-        tiny_draft(target, [2], seed=seed).save_pretrained(tmp_path / "draft")
-        run(tmp_path / "out", drafts={"d": str(tmp_path / "draft")}, limit=1)
-
-    run_draft(seed=0)
-    with pytest.raises(ValueError, match=r"other settings \(methods.d.weights '\w+', now '\w+'\)"):
-        run_draft(seed=1)
+def test_a_draft_is_known_by_its_weights(target):
+    first, second = (describe_draft(tiny_draft(target, [2], seed=seed)) for seed in (0, 1))
+    assert first == describe_draft(tiny_draft(target, [2], seed=0)) and first["weights"] != second["weights"]
 
 
 def test_a_run_of_yesterday_keeps_its_date(run, target, tmp_path):
