@@ -22,7 +22,6 @@ from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import PLAIN, read_rounds
 from poss_lightning.extract import extract
-from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import atomic, check_folder, public_name
 from poss_lightning.machine import best_seconds, choose_device, choose_precision
 from poss_lightning.ranges import Amount, check_numbers
@@ -163,10 +162,10 @@ def _write_held_out(folder: Path) -> str:
 
 def _fit(folder: Path, name: str, steps: int, dtype: str, device: str) -> str:
     """Train one draft, unless that is done, and return its folder."""
-    place, store = torch.device(device), str(folder / "features")
+    place = torch.device(device)
     options = {
-        "data": {"store": store, "validation_store": str(folder / "held-out")},
-        "model": {"vocabulary_size": min(VOCABULARY, FeatureStore(store).target.vocab_size)},
+        "data": {"store": str(folder / "features"), "validation_store": str(folder / "held-out")},
+        "model": {"vocabulary_size": VOCABULARY},
         "trainer": {
             "accelerator": place.type,
             "devices": 1 if place.index is None else [place.index],

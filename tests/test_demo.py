@@ -27,6 +27,7 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(module, "STEPS", 20)
     monkeypatch.setattr(module, "VALIDATIONS", 2)
     monkeypatch.setattr(module, "TOKENS", 8)
+    monkeypatch.setattr(module, "VOCABULARY", 100)
     demo(str(folder), str(target), **drafts, minutes=0.1)
     assert (folder / "report.html").is_file()
     drafted = {"single", "HASS, 2 steps", "PosS-2, 2 steps"}
@@ -55,8 +56,7 @@ def test_learning_is_told_from_the_first_validation_to_the_replay(tmp_path, monk
     assert describe_learning(tmp_path, 10).endswith(f" went {rise} HASS, and {rise} PosS-2.")
 
 
-def test_it_trains_on_the_gpu_that_it_decodes_on(target, tmp_path, monkeypatch):
-    monkeypatch.setattr("poss_lightning.demo.FeatureStore", lambda folder: SimpleNamespace(target=target.spec))
+def test_it_trains_on_the_gpu_that_it_decodes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("poss_lightning.demo.fit_once", fit := Mock())
     _fit(tmp_path, "HASS", steps=4, dtype="float32", device="cuda:1")
     assert fit.call_args.args[-1]["trainer"].items() >= {"accelerator": "cuda", "devices": [1]}.items()
