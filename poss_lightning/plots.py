@@ -62,12 +62,9 @@ def curves(
     share: bool = False,
     colours: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Curves with their intervals, in panels side by side with one y axis and one legend.
+    """Curves with their intervals, in panels side by side, by title, with one y axis and one legend.
 
-    Args:
-        panels: curves by title.
-        share: whether to limit the axis to 0 to 1.
-        colours: by name; otherwise in order, the same in all panels.
+    A `share` limits the axis to 0 to 1. `colours` are by name; otherwise in order, the same in all panels.
     """
     names = list(dict.fromkeys(name for drawn in panels.values() for name in drawn))
     styles = dict(zip(names, cycle((colour, dashes) for dashes in DASHES for colour in COLOURS), strict=False))
@@ -92,12 +89,7 @@ def curves(
 
 
 def forest(gains: Mapping[str, Any], no_effect: float = 0.0) -> Figure:
-    """A forest plot: one row per effect, the largest on top, and a line at no effect.
-
-    Args:
-        gains: points with a `direction`: "larger", "smaller", or empty if neither is shown.
-        no_effect: where the line stands.
-    """
+    """A forest plot: one row per effect, coloured by its `direction`, the largest on top, and a line at no effect."""
     known = sorted((gain.value, name) for name, gain in gains.items() if math.isfinite(gain.value))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(known)), layout="constrained")

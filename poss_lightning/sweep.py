@@ -150,25 +150,17 @@ _read_suites = cache(read_suites)  # once for all trainings that ask the same qu
 
 @dataclass(frozen=True)
 class Sweep:
-    """The content of `sweep.yaml`.
-
-    Attributes:
-        choices: by name, the options of `poss fit` that make each, nested; `config` lists YAML files.
-        seeds: of weights, order and noise; `${seed}` stands for the seed anywhere in fit, choices and measure.
-        fit: options that all choices have in common, in the same form.
-        replay: options of `poss replay`; or
-        benchmark: options of `poss benchmark`.
-        reference: the choice that the others are compared with.
-    """
+    """The content of `sweep.yaml`; `${seed}` stands for the seed anywhere in fit, choices and measure."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
+    # by name, options of `poss fit`, nested; `config` lists YAML files
     choices: Annotated[dict[Annotated[str, Field(pattern=r"^[\w.+-]+$")], dict | None], Field(min_length=1)]
-    seeds: Annotated[list[Seed], Field(min_length=1)]
-    fit: dict | None = None
-    replay: dict | None = None
-    benchmark: dict | None = None
-    reference: str | None = None
+    seeds: Annotated[list[Seed], Field(min_length=1)]  # of weights, order and noise
+    fit: dict | None = None  # options that all choices have in common, in the same form
+    replay: dict | None = None  # options of `poss replay`, or
+    benchmark: dict | None = None  # of `poss benchmark`
+    reference: str | None = None  # the choice that the others are compared with
 
     @classmethod
     def load(cls, file: Path) -> "Sweep":

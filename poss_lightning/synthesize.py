@@ -103,20 +103,13 @@ def answer_questions(
     target: Target,
     questions: list[Question],
     *,
-    answer: tuple[Sampling, int],
+    answer: tuple[Sampling, int],  # how its tokens are chosen, and their most
     batch_size: int,
     seed: int,
-    settings: Mapping[str, Any],
-    strict: bool,
+    settings: Mapping[str, Any],  # everything else that the conversations depend on
+    strict: bool,  # a question that the chat template refuses is an error; otherwise it is left out
 ) -> None:
-    """Write a corpus of the target's answers, in the order of the questions.
-
-    Args:
-        answer: how the tokens of an answer are chosen, and its most tokens.
-        batch_size: conversations side by side.
-        settings: everything else that the conversations depend on.
-        strict: a question that the chat template refuses is an error; otherwise it is left out.
-    """
+    """Write a corpus of the target's answers, in the order of the questions."""
     lengths, refused = {}, []
     for place, question in enumerate(questions):
         try:

@@ -20,22 +20,14 @@ from poss_lightning.work import Work, differences
 
 def record(
     folder: Path,
-    facts: dict[str, Any],
-    parts: Mapping[str, Callable[[], list[Row]]],
+    facts: dict[str, Any],  # of run.json: `config` and `methods`, with which alone it resumes, and any others
+    parts: Mapping[str, Callable[[], list[Row]]],  # what gives the answers of each
     device: torch.device,
     *,
-    begin: Callable[[], object] = lambda: None,
-    timed: bool = True,
+    begin: Callable[[], object] = lambda: None,  # called before the first part
+    timed: bool = True,  # seconds are measured, so it resumes on the same machine alone
 ) -> None:
     """Measure every part that is not measured yet, and write the folder; one that is finished stays as it is.
-
-    Args:
-        folder: of the measurement.
-        facts: of run.json: `config` and `methods`, with which alone it resumes, and any others.
-        parts: what gives the answers of each part.
-        device: where they are measured.
-        begin: called before the first part.
-        timed: seconds are measured, so it resumes on the same machine alone.
 
     Raises:
         ValueError: it was made or begun with other settings, or on another machine, or another process writes there.

@@ -32,25 +32,16 @@ Runs = Mapping[str, dict[str, Any]]  # the run.json of each folder
 
 
 class Findings(NamedTuple):
-    """What rounds say.
+    """What rounds say."""
 
-    Attributes:
-        rows: the methods over all prompts, then by suite.
-        speed: the measure by which speeds are compared: a sweep's choices were timed apart, each beside its baseline.
-        notes: what to know before methods are compared.
-        answers: of the first training of each method, named as the rows are.
-        runs: how the rounds were made, by folder.
-        title: what all this was read from.
-    """
-
-    rows: list[MethodSummary]
+    rows: list[MethodSummary]  # the methods over all prompts, then by suite
     baseline: str | None
     reference: str | None
-    speed: Measure
-    notes: list[str]
-    answers: dict[str, pd.DataFrame]
-    runs: Runs
-    title: str
+    speed: Measure  # by which speeds are compared: a sweep's choices were timed apart, each beside its baseline
+    notes: list[str]  # what to know before methods are compared
+    answers: dict[str, pd.DataFrame]  # of the first training of each method, named as the rows are
+    runs: Runs  # how the rounds were made, by folder
+    title: str  # what all this was read from
 
     @property
     def overall(self) -> list[MethodSummary]:

@@ -15,28 +15,17 @@ from poss_lightning.reports.statistics import Estimate, Floats, Jackknife, inter
 
 
 class Sums(NamedTuple):
-    """The rounds of one method in one training, summed: a row per prompt, or per set of prompts; each (Q,) but `reach`.
+    """The rounds of one method in one training, summed: a row per prompt, or per set of prompts."""
 
-    Attributes:
-        reach: (Q, K+1) rounds that accepted at least k tokens; column 0 counts them all.
-        means: tokens per round of each prompt, 0 where it has no round.
-        drafted: prompts with a round.
-        prompts: their number.
-        tokens: new tokens.
-        seconds: in all; nan where none were measured.
-        plain_tokens, plain_seconds: those of the baseline; nan without one.
-        identical: prompts whose answers all have the baseline's tokens; nan without one.
-    """
-
-    reach: Floats
-    means: Floats
-    drafted: Floats
-    prompts: Floats
-    tokens: Floats
-    seconds: Floats
-    plain_tokens: Floats
-    plain_seconds: Floats
-    identical: Floats
+    reach: Floats  # (Q, K+1) rounds that accepted at least k tokens; column 0 counts them all
+    means: Floats  # (Q,) tokens per round of each prompt, 0 where it has no round
+    drafted: Floats  # (Q,) prompts with a round
+    prompts: Floats  # (Q,) their number
+    tokens: Floats  # (Q,) new tokens
+    seconds: Floats  # (Q,) in all; nan where none were measured
+    plain_tokens: Floats  # (Q,) of the baseline; nan without one
+    plain_seconds: Floats  # (Q,) of the baseline; nan without one
+    identical: Floats  # (Q,) prompts whose answers all have the baseline's tokens; nan without one
 
     @classmethod
     def by_prompt(cls, reach: Floats, tokens: Floats, seconds: Floats, beside: list[Floats] | None = None) -> "Sums":
@@ -53,22 +42,16 @@ class Sums(NamedTuple):
 class Measure(NamedTuple):
     """A measure.
 
-    Attributes:
-        name: in `MethodSummary`.
-        title: in tables; `{baseline}` stands for the baseline's name.
-        scale: how methods are compared: "tokens" and "share" by difference, shares in per cent and within 0 and 1;
-            "ratio" by ratio, with means of logarithms.
-        from_sums: its value for each row of sums, (Q,); nan where it is not defined.
-        form: of its values in tables; a share's ends in %.
-        k: of a pos-acc, its position; 0 of any other.
+    Methods are compared by difference where `scale` is "tokens" or "share" (shares in per cent, within 0 and 1), and by
+    ratio, with means of logarithms, where it is "ratio".
     """
 
-    name: str
-    title: str
+    name: str  # in `MethodSummary`
+    title: str  # in tables; `{baseline}` stands for the baseline's name
     scale: Literal["tokens", "ratio", "share"]
-    from_sums: Callable[[Sums], Floats]
-    form: str = ".2f"
-    k: int = 0
+    from_sums: Callable[[Sums], Floats]  # its value for each row of sums, (Q,); nan where it is not defined
+    form: str = ".2f"  # of its values in tables; a share's ends in %
+    k: int = 0  # of a pos-acc, its position; 0 of any other
 
     @property
     def logs(self) -> bool:

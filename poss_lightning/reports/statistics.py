@@ -93,15 +93,10 @@ class Comparison(Estimate):
 
 
 class Jackknife(NamedTuple):
-    """One measure of one training.
+    """One measure of one training."""
 
-    Attributes:
-        values: (1+Q,) of all prompts, then without each in turn.
-        counted: (Q,) bool, whether a prompt has what it measures.
-    """
-
-    values: Floats
-    counted: NDArray[np.bool_]
+    values: Floats  # (1+Q,) of all prompts, then without each in turn
+    counted: NDArray[np.bool_]  # (Q,) whether a prompt has what it measures
 
 
 def ratio(above: Floats, below: Floats) -> Floats:

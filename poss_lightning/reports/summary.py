@@ -24,23 +24,16 @@ class MethodSummary:
     """One method over the prompts of one suite, or of all.
 
     Measures are those of `MEASURES`, and `pos_acc_1`, `pos_acc_2` and so on; those that are not defined are absent.
-
-    Attributes:
-        seeds: training seeds.
-        rounds: in all trainings together.
-        values: by measure, the mean over trainings.
-        gains: by measure, the comparison with the reference over the seeds of both, Holm-corrected over methods.
-        trainings: by measure, each training's own value.
     """
 
     suite: str
     method: str
     prompts: int
-    seeds: tuple[int, ...]
-    rounds: int
-    values: dict[str, Estimate] = field(default_factory=dict)
-    gains: dict[str, Comparison] = field(default_factory=dict)
-    trainings: dict[str, dict[int, float]] = field(default_factory=dict)
+    seeds: tuple[int, ...]  # of its trainings
+    rounds: int  # in all trainings together
+    values: dict[str, Estimate] = field(default_factory=dict)  # by measure, the mean over trainings
+    gains: dict[str, Comparison] = field(default_factory=dict)  # by measure, over seeds shared with the reference
+    trainings: dict[str, dict[int, float]] = field(default_factory=dict)  # by measure and seed
 
     @property
     def pos_acc(self) -> list[Estimate]:
@@ -49,19 +42,13 @@ class MethodSummary:
 
 
 def summarise(
-    trainings: Trainings,
+    trainings: Trainings,  # from `split_trainings`
     *,
-    baseline: str | None = None,
-    reference: str | None = None,
-    depths: Mapping[str, int] | None = None,
+    baseline: str | None = None,  # for `speed_up` and `identical`, where it was decoded beside every training
+    reference: str | None = None,  # the method that the gains compare the others with
+    depths: Mapping[str, int] | None = None,  # K by method; at least the most tokens that a round accepted
 ) -> list[MethodSummary]:
     """Sum up every method over all prompts, then over each suite if there are several.
-
-    Args:
-        trainings: from `split_trainings`.
-        baseline: what `speed_up` and `identical` are relative to, where it was decoded beside every training.
-        reference: the method that the gains compare the others with.
-        depths: K by method; by default, and at least, the most tokens that a round of the method accepted.
 
     Raises:
         ValueError: `reference` is not a method, or no method was decoded beside `baseline` but beside another.
