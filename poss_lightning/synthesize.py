@@ -22,7 +22,8 @@ from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 
-CONVERSATIONS, DIALOGUES, ANSWERS = 2000, 128, 32  # written by default; side by side, without and with prompts
+CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
+DIALOGUES, ANSWERS = 128, 32  # side by side, without and with prompts
 MAY_DIFFER = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
 
 
@@ -60,8 +61,7 @@ def synthesize(
         target: "embedded", a local folder or a hub id.
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`. `hub:OWNER/NAME?split=train`
             names the split of a data set; by default it is `test`, else `validation`, else the only one.
-        conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all, but 80
-            of each of the papers' six.
+        conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all.
         turns: user messages of a conversation; a prompt has its own number.
         temperature: sampling temperature of the user's messages.
         top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
@@ -84,7 +84,7 @@ def synthesize(
     options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
-    questions = [] if prompts is None else read_suites(prompts, conversations, strict, hub_limit=None)
+    questions = [] if prompts is None else read_suites(prompts, conversations or ALL, strict)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     template = model.chat.template
     settings = options | {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}

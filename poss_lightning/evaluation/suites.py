@@ -59,7 +59,6 @@ def read_suites(
     sources: list[str] | str | None = None,
     limit: Count | None = None,
     strict: bool = True,
-    hub_limit: Count | None = 80,
 ) -> list[Question]:
     """Questions of several suites, in order; a suite is named by its file or data set without the path.
 
@@ -73,15 +72,14 @@ def read_suites(
             Options of a suite of the hub, joined by `&`: `?repo=FOLDER` for a copy, `field`, `config`, `split`,
             `revision`.
         limit: at most this many questions of each suite, the first; by default all of a file, what `suites.yaml` says,
-            and `hub_limit` of other data sets of the hub.
+            and 80 of other data sets of the hub.
         strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
             named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
-        hub_limit: see `limit`; None for all.
     """
     sources = [sources] if isinstance(sources, str) else sources
     questions: list[Question] = []
     for source in sources or own_suites():
-        for suite in _load(source, limit, strict, hub_limit):
+        for suite in _load(source, limit, strict):
             name = suite[0].suite
             if twins := [question.source for question in questions if question.suite == name]:
                 raise ValueError(f"two suites are named {name!r}; names must differ: {twins[0]}, {suite[0].source}")
@@ -89,9 +87,9 @@ def read_suites(
     return questions
 
 
-def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> Iterator[list[Question]]:
+def _load(source: str, limit: int | None, strict: bool) -> Iterator[list[Question]]:
     if source.startswith(HUB):
-        yield _from_hub(source, limit, strict, hub_limit)
+        yield _from_hub(source, limit, strict)
         return
     place, options = (source, {}) if Path(source).exists() else options_of(source, "field")
     files = local_files(place) or [OWN / f"{name}.jsonl" for name in own_suites() if name == place]
@@ -106,13 +104,13 @@ def _load(source: str, limit: int | None, strict: bool, hub_limit: int | None) -
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
-def _from_hub(source: str, limit: int | None, strict: bool, hub_limit: int | None) -> list[Question]:
+def _from_hub(source: str, limit: int | None, strict: bool) -> list[Question]:
     place, options = options_of(source, "repo", "field", "config", "split", "revision")
     name, field = place.removeprefix(HUB), options.pop("field", None)
     if name not in KNOWN and "/" not in name:
         raise FileNotFoundError(f"suite {source!r} is not hub:OWNER/NAME, and not one that poss list shows")
     copied: dict[str, Any] = {"revision": None} if "repo" in options else {}  # the pin is of the original
-    suite = replace(KNOWN.get(name) or HubSuite(name, questions=hub_limit), **(copied | options))
+    suite = replace(KNOWN.get(name, HubSuite(name)), **(copied | options))
     origin, records = stream(suite)
     rows = ((f"{source} row {number}", number, record) for number, record in records)
     return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
