@@ -53,7 +53,7 @@ def generate(
     json: bool = False,
     **plan: Any,
 ) -> None:
-    """Print the answer to a prompt while it is decoded, and then its speed, but in a chat beside plain decoding.
+    """Print the answer to a prompt while it is decoded, then its speed and, unless in a chat, that of plain decoding.
 
     Args:
         prompt: the user's message; - reads it from stdin.
