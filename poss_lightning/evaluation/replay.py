@@ -129,20 +129,15 @@ def _read_answers(store: FeatureStore, embed_head: EmbedHead) -> list[StoredAnsw
 
 
 def replay_rounds(
-    draft: Specialists, embed_head: EmbedHead, samples: Sequence[Sample], plan: Plan
+    draft: Specialists,  # in the features' dtype
+    embed_head: EmbedHead,
+    samples: Sequence[Sample],  # with the layers that the draft reads, and no others
+    plan: Plan,
 ) -> list[list[list[int]]]:
-    """What each round would accept if the target decoded the samples' answers with this draft.
+    """What each round would accept, by sample and answer, if the target decoded the answers with this draft.
 
     The answers must be the target's own, greedy or drawn, as `poss synthesize` writes them; in texts of others the
     result says how often the draft hits the text. Rounds whose full depth a cut answer does not show are left out.
-
-    Args:
-        draft: in the features' dtype; the samples carry the layers that it reads, and no others.
-        embed_head: the target's embedding and head.
-        plan: what each round proposes.
-
-    Returns:
-        Accepted tokens by sample, answer and round.
     """
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
     answers = [answer for own in by_sample for answer in own]

@@ -95,9 +95,8 @@ def read_runs(rounds: pd.DataFrame) -> dict[str, dict[str, Any]]:
 def write_rounds(folder: Path, rows: Sequence[Row]) -> None:
     """Write rounds.parquet and answers.parquet.
 
-    Args:
-        rows: the columns of `read_rounds` and `read_answers`, but for `choice`, `seed` and `folder`, which the path
-            gives, and `answer`; `seconds` by part, and "total", or {}. `tokens` may be more than `new_tokens`.
+    Rows have the columns of `read_rounds` and `read_answers`, but for `choice`, `seed` and `folder`, which the path
+    gives, and `answer`; `seconds` by part, and "total", or {}. `tokens` may be more than `new_tokens`.
     """
     rows = [{**row, **row["seconds"], "answer": _number(row["tokens"])} for row in rows]
     _write_answers(folder, rows)

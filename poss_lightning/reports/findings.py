@@ -57,12 +57,7 @@ class Findings(NamedTuple):
 
 @announced("reading records")
 def find(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> Findings:
-    """Sum up rounds.
-
-    Args:
-        records: folders with rounds in them or below, or files of engines; those of a sweep are in choice=NAME/seed=N.
-        baseline: the method whose speed is 1; the others should give its tokens.
-        reference: the method or choice that the others are compared with.
+    """Sum up rounds; arguments are those of `compare`.
 
     Raises:
         FileNotFoundError, ValueError: as `read_rounds`, `split_trainings` and `summarise`; or of several targets, or of
