@@ -2,8 +2,7 @@
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, SHIPPED, shipped
-from poss_lightning.evaluation.hub import KNOWN
-from poss_lightning.evaluation.suites import HUB, own_suites, read_suites
+from poss_lightning.evaluation.suites import HUB, KNOWN, own_suites, read_suites
 from poss_lightning.files import conf, conf_names
 
 

@@ -14,8 +14,8 @@ import yaml
 
 from poss_lightning import __version__, cli
 from poss_lightning.draft.config import DraftOptions
-from poss_lightning.evaluation.hub import KNOWN
 from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.evaluation.suites import KNOWN
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.help import SHORT_HELP
 from poss_lightning.training.module import SpecialistTraining

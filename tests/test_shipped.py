@@ -1,8 +1,7 @@
 """What comes with the package: each name that is listed is one that commands take, with a line about it."""
 
 from poss_lightning.draft.folder import find_draft, shipped
-from poss_lightning.evaluation.hub import KNOWN
-from poss_lightning.evaluation.suites import own_suites
+from poss_lightning.evaluation.suites import KNOWN, own_suites
 from poss_lightning.files import conf
 from tests.support.command import run_in
 

@@ -3,24 +3,44 @@
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from poss_lightning.corpus import readers
-from poss_lightning.corpus.formats import Malformed, file_records, options_of, parse_line, report_left_out, unused
+import yaml
+
+from poss_lightning.corpus import formats, readers
+from poss_lightning.corpus.formats import Malformed
 from poss_lightning.corpus.turns import refuse_half_pairs
-from poss_lightning.evaluation.hub import KNOWN, HubSuite, stream
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.template import Message
+from poss_lightning.terminal import announced
 
 OWN = Path(__file__).parent / "prompts"
+NAMED = Path(__file__).parent / "suites.yaml"
 HUB = "hub:"
 WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
+
+
+@dataclass(frozen=True)
+class HubSuite:
+    """A split of a data set, and how its rows become questions."""
+
+    repo: str  # a hub id, or a folder that `datasets` can load
+    revision: str | None = None  # a commit; None for the newest
+    config: str | None = None  # of the data set; None for its default
+    split: str | None = None  # None for `test`, else `validation`, else the only one
+    file: str | None = None  # of the data set, where its files are different suites
+    questions: int | None = 80  # asked where the user sets no limit; None for all
+    fields: dict[str, str] = field(default_factory=dict)  # of a record, made from those of a row
+    without: str = ""  # a field of rows that are no questions if it has a value
+
+
+KNOWN = {name: HubSuite(**suite) for name, suite in yaml.safe_load(NAMED.read_text()).items()}
 
 
 @dataclass(frozen=True)
@@ -91,29 +111,62 @@ def _load(source: str, limit: int | None, strict: bool) -> Iterator[list[Questio
     if source.startswith(HUB):
         yield _from_hub(source, limit, strict)
         return
-    place, options = (source, {}) if Path(source).exists() else options_of(source, "field")
+    place, options = (source, {}) if Path(source).exists() else formats.options_of(source, "field")
     files = local_files(place) or [OWN / f"{name}.jsonl" for name in own_suites() if name == place]
     if not files:
         raise FileNotFoundError(
             f"suite {source!r} is not a file, a folder of .jsonl files, or one that poss list shows"
         )
     for path in files:
-        rows = ((f"{path}:{number}", number, record) for number, record in file_records(path))
+        rows = ((f"{path}:{number}", number, record) for number, record in formats.file_records(path))
         name = Path(path.name.removesuffix(".gz")).stem
         name = path.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
         yield _suite(name, str(path), rows, limit, options.get("field"), strict)
 
 
 def _from_hub(source: str, limit: int | None, strict: bool) -> list[Question]:
-    place, options = options_of(source, "repo", "field", "config", "split", "revision")
+    place, options = formats.options_of(source, "repo", "field", "config", "split", "revision")
     name, field = place.removeprefix(HUB), options.pop("field", None)
     if name not in KNOWN and "/" not in name:
         raise FileNotFoundError(f"suite {source!r} is not hub:OWNER/NAME, and not one that poss list shows")
     copied: dict[str, Any] = {"revision": None} if "repo" in options else {}  # the pin is of the original
     suite = replace(KNOWN.get(name, HubSuite(name)), **(copied | options))
-    origin, records = stream(suite)
+    origin, records = _stream(suite)
     rows = ((f"{source} row {number}", number, record) for number, record in records)
     return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
+
+
+def _stream(suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
+    """Where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
+
+    A row is downloaded when it is iterated to.
+    """
+    import datasets  # takes a second, and files do without it
+
+    with announced(f"asking for the data set {suite.repo}"):
+        builder = datasets.load_dataset_builder(
+            suite.repo, suite.config, revision=suite.revision, data_files=suite.file
+        )
+        splits = builder.as_streaming_dataset()
+    assert isinstance(splits, dict)  # as no split was asked for
+    usual = ("test", "validation", *(splits if len(splits) == 1 else ()))
+    split = suite.split or next((name for name in usual if name in splits), "test")
+    if split not in splits:
+        raise ValueError(f"{suite.repo} has no split {split!r}: choose ?split= of {', '.join(splits)}")
+    commit = f"@{builder.hash}" if builder.repo_id else ""  # a folder's hash is of its path
+    return f"{suite.repo}{commit} {builder.config.name} {split}", _records(suite, splits[split])
+
+
+def _records(suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
+    for number, row in enumerate(rows, 1):
+        if not row.get(suite.without):
+            question = str(row.get("question", ""))
+            sentence = question[:1].upper() + question[1:].removesuffix("?") + "?"
+            try:
+                made = {name: form.format(**row, sentence=sentence) for name, form in suite.fields.items()}
+            except KeyError as error:
+                raise ValueError(f"row {number} of {suite.repo} has no {error}; it has {', '.join(row)}") from None
+            yield number, formats.without_nulls(row) | made
 
 
 def local_files(suite: str) -> list[Path]:
@@ -137,12 +190,12 @@ def _suite(
             questions.append(_question(name, source, number, row, field))
         except Malformed as error:
             faults.append(f"{place}: {error}")
-    report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
+    formats.report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
     if not questions:
         raise ValueError(f"{source} has no questions")
     used: dict[str, int] = {}
     for place, question in enumerate(questions):
-        if (id := unused(str(question.id), used)) != str(question.id):
+        if (id := formats.unused(str(question.id), used)) != str(question.id):
             if strict:
                 raise ValueError(f"suite {name} repeats question_id {question.id!r}; ids must differ")
             questions[place] = replace(question, id=id)
@@ -150,7 +203,7 @@ def _suite(
 
 
 def _question(suite: str, source: str, number: int, row: object, field: str | None) -> Question:
-    record = parse_line(row) if isinstance(row, bytes) else row
+    record = formats.parse_line(row) if isinstance(row, bytes) else row
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, not {type(record).__name__}")

@@ -84,7 +84,9 @@ def comparison_figures(found: Findings) -> Figures:
         if any(gain.value == gain.value for gain in gains.values()):
             drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(gains, float(measure.logs))
     if shares := {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}:
-        drawn["pos-acc by position"] = plots.curves({"": shares}, "position k", "accepted, if k−1 was", share=True)
+        drawn["pos-acc by position"] = plots.curves(
+            {"": shares}, "draft position k", "accepted, if k−1 was", share=True
+        )
     return drawn
 
 

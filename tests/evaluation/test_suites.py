@@ -8,8 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from poss_lightning.evaluation import hub
-from poss_lightning.evaluation.suites import OWN, WITHHELD, own_suites, read_suites
+from poss_lightning.evaluation.suites import KNOWN, OWN, WITHHELD, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -130,7 +129,7 @@ COLUMNS = {
 @pytest.mark.parametrize("name", COLUMNS)
 def test_the_six_of_the_papers(tmp_path, name):
     row, (id, category, turns) = COLUMNS[name]
-    config, split = hub.KNOWN[name].config or "default", hub.KNOWN[name].split
+    config, split = KNOWN[name].config or "default", KNOWN[name].split
     copy = data_set(tmp_path / "copy", [row], config, split)
     [question] = read_suites([f"hub:{name}?repo={copy}"])
     assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
@@ -138,7 +137,7 @@ def test_the_six_of_the_papers(tmp_path, name):
 
 
 def test_the_nine_of_speculators_are_a_file_each(tmp_path):
-    files = {suite.file for suite in hub.KNOWN.values() if suite.file}
+    files = {suite.file for suite in KNOWN.values() if suite.file}
     for file in files:
         (tmp_path / file).write_text(lines(*({"prompt": f"{file} {n}"} for n in range(90))))
     questions = read_suites([f"hub:speculators_qa?repo={tmp_path}"])
@@ -156,8 +155,8 @@ def test_the_pinned_commit_is_requested_and_the_received_one_recorded(tmp_path, 
         return builder
 
     monkeypatch.setattr(datasets, "load_dataset_builder", reach)
-    pinned = hub.KNOWN["gsm8k"].revision
-    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in hub.KNOWN.values())
+    pinned = KNOWN["gsm8k"].revision
+    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in KNOWN.values())
     assert read_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
     assert read_suites(["hub:gsm8k?revision=abc"])[0].source == "openai/gsm8k@abc main test"
     assert read_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy@newest main test"  # it has other commits
