@@ -50,7 +50,8 @@ class Replay(lightning.Callback):
             stage = pl_module.stage
             _log(pl_module, accepted, depth, f"{stage}/tau_{kind}", f"{stage}_pos_acc_{kind}")
 
-    on_test_batch_end, on_test_epoch_end = on_validation_batch_end, on_validation_epoch_end
+    on_test_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType] of a SpecialistTraining
+    on_test_epoch_end = on_validation_epoch_end  # pyright: ignore[reportAssignmentType]
 
 
 def answered_samples(batch: Batch) -> list[Sample]:

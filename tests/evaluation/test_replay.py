@@ -22,7 +22,7 @@ from tests.support.decoders import speculate
 from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
-LIMIT = 30
+LIMIT = 40
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
 PLANS = [Plan(6, 60, 10), Plan(6, 7, 1), Plan(3, 12, 3, lookup=5)]
