@@ -11,9 +11,11 @@ NAME/
 """
 
 import json
+import time
 import traceback
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, cached_property
 from itertools import product
 from math import gcd
@@ -214,10 +216,11 @@ def sweep(folder: str, shard: str = "1/1") -> None:
     cells = experiment.cells(Path(folder))
     share, failed = _share(cells, shard), []
     _check(Path(folder), cells, share)
-    for number, cell in enumerate(share, 1):
-        if cell.is_done:
-            continue
-        print(f"\n[{number}/{len(share)}] {cell.name}", flush=True)
+    todo, began = [cell for cell in share if not cell.is_done], time.monotonic()
+    for number, cell in enumerate(todo):
+        seconds = (time.monotonic() - began) / max(number, 1) * (len(todo) - number)
+        left = f", {timedelta(seconds=round(seconds))} left" if number else ""
+        print(f"\n[{number + 1}/{len(todo)}] {cell.name}{left}", flush=True)
         try:
             with Work(cell.folder / "training").part("cell") as acquired:
                 if not acquired:

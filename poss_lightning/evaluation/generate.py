@@ -48,6 +48,7 @@ def generate(
     device: str = "auto",
     parallel: Parallel = "none",
     chat_template_kwargs: dict[str, Any] | None = None,
+    compare: bool = True,
     chat: bool = False,
     show: Literal["tree"] | None = None,
     json: bool = False,
@@ -72,13 +73,16 @@ def generate(
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
+        compare: decode the answer again by plain decoding, for the speed-up.
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token.
         json: print one JSON object, and nothing else.
         **plan: sizes of trees; see `Plan`.
     """
-    options = {name: value for name, value in locals().items() if name not in ("chat", "show", "json", "plan")}
+    options = {
+        name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json", "plan")
+    }
     tree = tree or ("fixed" if show else "auto")
     sizes = Plan(lookup=choose_lookup(lookup, bool(draft), tree), **plan)
     sampling = Sampling(temperature, top_k, top_p)
@@ -98,13 +102,13 @@ def generate(
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):
         messages.append(read_message({"role": "user", "content": text}, "the prompt"))
         ask = partial(answer, prompt=model.chat.prompt(messages), sampling=sampling, seed=seed + turn)
-        compare = decoder is not alone and not chat
-        if compare:  # the first forward takes longer, and would count against one of the two
+        is_compared = compare and decoder is not alone and not chat
+        if is_compared:  # the first forward takes longer, and would count against one of the two
             ask(alone, limit=1)
         pieces = Pieces(model.chat.text)
         decoded = ask(decoder, limit=max_new_tokens, watch=None if json else _shown(decoder, pieces, show))
         said = model.chat.text(decoded.tokens)
-        plain = ask(alone, limit=len(decoded.tokens)) if compare else None
+        plain = ask(alone, limit=len(decoded.tokens)) if is_compared else None
         facts = _facts(decoded, plain)
         if json:
             print(dumps(options | {"prompt": text, "text": said} | facts, ensure_ascii=False))

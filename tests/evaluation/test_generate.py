@@ -69,6 +69,7 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
     ("options", "line"),
     [
         ({"tree": "fixed"}, TAU + PLAIN),
+        ({"tree": "fixed", "compare": False}, TAU),
         ({"temperature": 0.8, "top_k": 30, "top_p": 0.9, "seed": 4}, PREPARED + TAU + PLAIN),
         (ALONE, ""),
         (ALONE | {"lookup": 4}, PREPARED + TAU + PLAIN),
