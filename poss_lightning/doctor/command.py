@@ -18,6 +18,7 @@ from poss_lightning.doctor.measure import (
     compare,
     engine_acceptance,
     replayed,
+    screened,
     unrolled,
 )
 from poss_lightning.doctor.readings import Reading, changes
@@ -36,7 +37,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
 LEAST, MOST = 0.02, 4  # gain in τ above which a cause is named, as a share; causes that are looked for
-SOME, FEW, FULL = 3, 8, 3  # a third of the texts, for pairs an eighth, shows which readings are measured on all
+SOME, FEW, FULL = (3, 3), (8, 1), 3  # a third of the texts and 3 positions show which 3 to measure; so for pairs
 MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
 FOREIGN = "not this target's draft, by any reading tried"
@@ -136,9 +137,9 @@ class Case:
             self.work.write_receipt(name, receipt)
         return Counts(*map(np.array, receipt))
 
-    def others(self, reading: Reading) -> list[Reading]:
-        """List the readings in which one more assumption differs, and for which there are texts."""
-        return [other for other in reading.others() if other.texts in self.texts.asked]
+    def others(self, reading: Reading) -> Iterator[Reading]:
+        """Yield the readings in which one more assumption differs, and for which there are texts."""
+        return (other for other in reading.others() if other.texts in self.texts.asked)
 
     def is_of_target(self, counts: Counts) -> bool:
         return above_chance(counts, self.texts.samples())
@@ -175,11 +176,10 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
     """Print what accepts significantly more, one after the other; the last reading, None if it accepts by chance."""
     reading, base, causes = found, case.measured(FORCED, found), [*found.words]
     for _ in range(MOST):
-        singles = case.others(reading)
-        best = _best(case, base, singles, SOME)
+        best = _best(case, base, case.others(reading), *SOME)
         if best is None and not case.is_of_target(base):  # as two faults that each prevent all acceptance
-            pairs = [two for one in singles for two in case.others(one) if two.steps[-1] > one.steps[-1]]
-            best = _best(case, base, pairs, FEW, depth=1)
+            twice = (two for one in case.others(reading) for two in case.others(one) if two.steps[-1] > one.steps[-1])
+            best = _best(case, base, twice, *FEW)
         if best is None:
             break
         other, counts = best
@@ -195,23 +195,22 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
 
 
 def _best(
-    case: Case, base: Counts, candidates: list[Reading], every: int, depth: int | None = None
+    case: Case, base: Counts, candidates: Iterator[Reading], every: int, depth: int
 ) -> tuple[Reading, Counts] | None:
     """Find the reading that accepts most, and what it accepts; None if none accepts significantly more.
 
-    Some of the texts, and some positions, show which candidates are measured on all. Of those within 2 % of the best
+    Some of the texts, positions and tokens show which candidates are measured in full. Of those within 2 % of the best
     the first counts: many a large rotary base accepts as much as the target's scaling, which stands before them.
     """
-    names, few = ["-".join(map(str, each.steps)) for each in candidates], Counts(*(part[::every] for part in base))
-    bar = tqdm(enumerate(candidates), total=len(names), desc="hypotheses", leave=False)
-    first = partial(unrolled, depth=depth)
-    some = compare({i: case.measured(f"{names[i]}-of-{every}", each, first, every) for i, each in bar}, few)
-    promising = sorted(some, key=lambda i: some[i].value, reverse=True)[:FULL]
-    counts = {i: case.measured(names[i], candidates[i]) for i in promising}
-    gains, least = compare({i: counts.get(i, base) for i in some}, base), LEAST * base.tau().values[0]
-    sure = {i: gains[i].value for i in counts if gains[i].p < SURE and gains[i].value > least}
-    best = min((i for i in sure if sure[i] > max(sure.values()) - least), default=None)
-    return None if best is None else (candidates[best], counts[best])
+    few, top, number = partial(screened, depth=depth), list[tuple[float, int, Reading]](), -1
+    for number, each in enumerate(tqdm(candidates, desc="hypotheses", leave=False)):
+        tau = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
+        top = sorted([*top, (-tau, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors
+    full = {i: (each, case.measured(each.name, each)) for _, i, each in top}
+    gains = compare({i: full[i][1] if i in full else base for i in range(number + 1)}, base)
+    least = LEAST * base.tau().values[0]
+    sure = {i: gains[i].value for i in full if gains[i].p < SURE and gains[i].value > least}
+    return full[min(i for i in sure if sure[i] > max(sure.values()) - least)] if sure else None
 
 
 def _keys(before: Reading, after: Reading) -> Iterator[str]:

@@ -17,7 +17,8 @@ from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET,
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
 
-SIZES = "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "layers of the target"
+SIZES = "hidden_size", "vocab_size", "num_target_layers"  # those of a draft are its target's
+HEADS = "num_attention_heads", "num_key_value_heads"  # so are those of ours
 Said = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -37,9 +38,7 @@ def _drop(said: Said, *names: str) -> None:
 REPAIRS: dict[str, tuple[str, Callable[[Said, Tensors], Any]]] = {
     TO_TARGET: ("read as ids",
                 lambda _, own: own.update({TO_TARGET: own[TO_TARGET] - torch.arange(len(own[TO_TARGET]))})),
-    TO_DRAFT: ("ignored", lambda _, own: own.pop(TO_DRAFT)),
-    EMBEDDING: ("the target's is read", lambda _, own: own.pop(EMBEDDING)),
-    HEAD: ("the target's is read", lambda _, own: own.pop(HEAD)),
+    **{name: ("ignored", lambda _, own, name=name: own.pop(name)) for name in (TO_DRAFT, EMBEDDING, HEAD)},
     f"config.json: {settings.LAYER_IDS}": ("ignored", lambda said, _: _drop(said, settings.LAYER_IDS)),
     "config.json: partial_rotary_factor": ("ignored", lambda said, _: _drop(said, "partial_rotary_factor")),
     "config.json: rope_scaling": ("ignored", lambda said, _: _drop(said, "rope_type", "type")),
@@ -61,7 +60,7 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
         draft = load_draft(source)
         config, state = draft.config, draft.state_dict()
         said = settings.publish(config, find_layout("vllm", config), state, target.embed_head.tied)
-        _check_sizes(said | {SIZES[-1]: config.target.layers}, target)
+        _check_sizes(said | {SIZES[-1]: config.target.layers}, target, *HEADS)
     else:
         said, tensors, layout, runs = read_published(source, input_format, allocation)
         _check_sizes(said, target)
@@ -75,33 +74,35 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
                     raise
                 refused.append(f"{error}: {words}")
                 repair(read, kept)
-        frozen = {name: tensors[name] for name in (EMBEDDING, HEAD) if name in tensors and name not in kept}
+        frozen = {name: tensors[name] for name in (EMBEDDING, HEAD, TO_DRAFT) if name in tensors and name not in kept}
     if config.vocabulary_size is None:
         state.pop("vocabulary", None)
     state, frozen = (
         {name: each.to(target.device, target.dtype if each.is_floating_point() else None) for name, each in own.items()}
         for own in (state, frozen)
     )
-    config = replace(
-        config, rope_theta=config.rope_theta or target.spec.rope_theta, inner_layers=config.aux_layers or None
-    )
-    if config.one_pass:
-        config = replace(config, mask_token=config.mask_row)
+    stated = {"rope_theta": config.rope_theta or target.spec.rope_theta, "inner_layers": config.aux_layers or None}
+    config = replace(config, **stated, mask_token=config.mask_row if config.one_pass else None)
     sources = config.aux_layers or (target.spec.layers + 1,)
     return Reading(target, config, state, frozen, target.embed_head, sources, words=tuple(refused)), said
 
 
-def _check_sizes(said: Said, target: Target) -> None:
-    for name, own in zip(SIZES, _own(target).values(), strict=False):
-        if said.get(name, own) not in (None, own):
-            raise ForeignDraft(f"{name} is {said[name]}, and {target.spec.name} has {own}")
+def _check_sizes(said: Said, target: Target, *others: str) -> None:
+    own = _own(target)
+    for name in (*SIZES, *others):
+        if said.get(name) not in (None, own[name]):
+            raise ForeignDraft(f"{name} is {said[name]}, and {target.spec.name} has {own[name]}")
 
 
 def _own(target: Target) -> Said:
-    """The target's values of a draft's config.json, its sizes first."""
+    """The target's values of a draft's config.json."""
     spec, rope = target.spec, getattr(target.config, "rope_parameters", None) or {}
-    sizes = spec.hidden_size, spec.vocab_size, spec.heads, spec.kv_heads, spec.layers
-    return dict(zip(SIZES, sizes, strict=True)) | {
+    return {
+        "hidden_size": spec.hidden_size,
+        "vocab_size": spec.vocab_size,
+        "num_target_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
         "rope_theta": spec.rope_theta,
         "rope_type": rope.get("rope_type", "default"),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
@@ -116,9 +117,8 @@ def facts(reading: Reading, said: Said) -> list[str]:
     config, target = reading.config, reading.target
     said = said | settings.mapping(said, "rope_parameters") | settings.mapping(said, "rope_scaling")
     usual = replace(config, inner_layers=None).aux_layers or "the feature"
-    pairs = {name: (said.get(name), own) for name, own in _own(target).items()}
     theirs, own = config.target.fingerprint, target.spec.fingerprint
-    pairs |= {
+    pairs = {name: (said.get(name), own) for name, own in _own(target).items()} | {
         "fingerprint": (theirs, theirs if same_weights(theirs, own) else own),
         "template": (config.target.template, target.spec.template),
         "layers, from 1": (config.aux_layers or usual, usual),

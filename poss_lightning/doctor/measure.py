@@ -1,6 +1,5 @@
 """What a reading of a draft accepts, and what an engine has counted, by prompt and position, with paired intervals."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,13 @@ from poss_lightning.evaluation.engines import read_engine
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
+from poss_lightning.ranges import MAX_POSITIONS
 from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import Comparison, Floats, Jackknife
 
 SURE = 0.01  # p below which something accepts more
-COUNTER = re.compile(r'num_(drafts|accepted_tokens_per_pos)(?:_total)?(?:\{(.*)\}|")\D*?[ :](\d[\d.e+]*|\[[^]]*\])')
-AVERAGE = re.compile(r'spec_accept_length(?:\{.*\}|")?[^\d\n]*?[ :](\d[\d.e+]*)')  # SGLang's
+COUNTER = re.compile(r'num_(?:drafts|accepted_tokens_per_pos)_total\{(?:.*position="(\d+)")?.*\} (\S+)')  # vLLM's
+AVERAGE = re.compile(r'spec_accept_length(?:\{.*\} |": ?)(\d[\d.e+]*)')  # SGLang's
 
 
 class Counts(NamedTuple):
@@ -73,9 +73,9 @@ def as_read(samples: Sequence[Sample], reading: Reading) -> list[Sample]:
 
 
 @torch.inference_mode()
-def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = None) -> Counts:
+def unrolled(reading: Reading, samples: Sequence[Sample], depth: int = MAX_POSITIONS) -> Counts:
     """Count chains that begin at every slot of the answers, teacher-forced, as a validation does."""
-    draft, depth, weight = reading.draft, depth or reading.depth, reading.draft.fc.weight
+    draft, depth, weight = reading.draft, min(depth, reading.depth), reading.draft.fc.weight
     embed_head, batch = reading.embed_head.restrict(draft.vocabulary), collate([as_read(samples, reading)])
     tokens, greedy, counts = (part[0].to(weight.device) for part in (batch.tokens, batch.greedy, batch.counts))
     counts, positions = counts[:-1], batch.positions[:, :-1].to(weight.device)  # (T,), T slots
@@ -83,7 +83,7 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = No
     texts = torch.arange(len(samples)).repeat_interleave(torch.tensor(batch.lengths[0])).to(weight.device)
     one = Packing.one_per_row(1, len(counts), weight.device)
     packing = one if reading.texts == LONG else Packing(batch.lengths, positions)
-    embedded = embed_head.embed(tokens[None, 1:]).roll(-reading.tokens, 1)
+    embedded = embed_head.embed(tokens[None, 1:]).roll(-reading.tokens, 1) * reading.scale
     predictions = draft(embedded, batch.draft_input[:, :-1].to(weight), depth, packing, chains)
     greedy, text = greedy[1:].roll(-reading.labels), tokens[1:].roll(-1 - reading.labels)
     counts, by_text = pad(counts, (0, depth)), []
@@ -95,6 +95,11 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int | None = No
         by_text.append([texts[part].bincount(minlength=len(samples)).tolist() for part in (slots, slots[hit])])
         chains = chains[hit & (proposed == text[slots])]
     return Counts(*np.array(by_text, float).transpose(1, 2, 0))
+
+
+def screened(reading: Reading, samples: Sequence[Sample], depth: int) -> Counts:
+    """Count as `unrolled` where no token but those of the answers is proposed: the head is most of its work."""
+    return unrolled(reading.proposing(torch.cat([sample.greedy for sample in samples]).unique()), samples, depth)
 
 
 def replayed(
@@ -112,24 +117,19 @@ def replayed(
 def engine_acceptance(path: str) -> tuple[float, list[float]]:
     """Read what an engine has counted: τ, and pos-acc by position, [] where it gives an average alone.
 
-    The file holds vLLM's /metrics or `get_metrics()`, answers with their rounds, or SGLang's /metrics or /server_info.
+    The file holds vLLM's /metrics, SGLang's /metrics or /server_info, or responses with the acceptance of each.
 
     Raises:
         ValueError: nothing in the file says how many tokens were accepted.
     """
-    text, sums = Path(path).read_text(), Counter[str]()
-    for name, labels, value in COUNTER.findall(text):
-        place = re.search(r'position="(\d+)"', labels)
-        values = json.loads(value) if value[0] == "[" else [float(value)]
-        sums.update({place[1] if place else str(i) if name != "drafts" else name: n for i, n in enumerate(values)})
+    text, sums = Path(path).read_text(), Counter[int]()
+    for place, value in COUNTER.findall(text):
+        sums[int(place or -1) + 1] += float(value)
     if sums:
-        reached = np.array([sums["drafts"], *(sums[str(place)] for place in range(len(sums) - 1))])
+        reached = np.array([sums[place] for place in range(len(sums))])
+    elif averages := AVERAGE.findall(text):
+        return fmean(map(float, averages)), []
     else:
-        try:
-            rounds = np.concatenate([row["accepted"] for row in read_engine(Path(path))])
-        except ValueError:
-            if averages := AVERAGE.findall(text):
-                return fmean(map(float, averages)), []
-            raise
+        rounds = np.concatenate([row["accepted"] for row in read_engine(Path(path))])
         reached = np.array([(rounds >= place).sum() for place in range(rounds.max() + 1)])
     return float(reached.sum() / reached[0]), statistics.ratio(reached[1:], reached[:-1]).tolist()

@@ -29,8 +29,9 @@ class Reading:
     """How a draft's files are read.
 
     Attributes:
-        frozen: an embedding and a head in the files that are not the target's, by their names there.
+        frozen: an embedding, a head and a vocabulary in the files that it does not read, by their names there.
         sources: the target's decoder layers whose outputs it reads, from 1; L + 1 is the feature, after the last norm.
+        scale: factor of embeddings.
         norm_first: whether the target's last norm stands before its head.
         rotary: share of the dimensions of a head that rotate.
         places: slots by which the context of a block is placed too late.
@@ -48,6 +49,7 @@ class Reading:
     tokens: int = 0
     features: int = 0
     labels: int = 0
+    scale: float = 1.0
     norm_first: bool = False
     rotary: float = 1.0
     places: int = 0
@@ -59,6 +61,11 @@ class Reading:
     def depth(self) -> int:
         """Positions drafted."""
         return sum(self.config.allocation)
+
+    @property
+    def name(self) -> str:
+        """The numbers of the hypotheses that led to it."""
+        return "-".join(map(str, self.steps))
 
     @cached_property
     def draft(self) -> Specialists:
@@ -96,14 +103,24 @@ class Reading:
         return replace(self, config=replace(self.config, **stated), **values)
 
     def others(self) -> Iterator["Reading"]:
-        """Yield the readings in which one more assumption differs."""
+        """Yield the readings in which one more assumption differs, each once."""
+        known = [self]
         for number, (words, change) in enumerate(HYPOTHESES):
             with suppress(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError):
                 other = self.changed(**change(self))
                 other.draft  # noqa: B018, it raises
-                if other != self or any(other.state[name] is not each for name, each in self.state.items()):
+                is_same = all(other.state[name] is each for name, each in self.state.items())
+                if not is_same or other not in known:
+                    known += [other] * is_same
                     said = ", ".join([words, *changes(self.stated(), other.stated())])
                     yield replace(other, steps=(*self.steps, number), words=(*self.words, said))
+
+    def proposing(self, tokens: Tensor) -> "Reading":
+        """Let it propose these tokens alone."""
+        rows = self.state.get("vocabulary", torch.arange(self.target.spec.vocab_size, device=tokens.device))
+        kept = torch.isin(rows, tokens).index_fill(0, torch.tensor([0], device=tokens.device), True)  # never none
+        cut = {"vocabulary": rows[kept]} | tensors(self, "lm_head", lambda weight: weight[kept])["state"]
+        return self.changed(state=cut, vocabulary_size=int(kept.sum()))
 
     def stated(self) -> dict[str, Any]:
         """The fields of its config."""
@@ -161,8 +178,7 @@ def bfloat16(reading: Reading) -> Changes:
 def _scaled(reading: Reading, power: float) -> Changes:
     """Scale embeddings, and a mask among them, by a power of their width."""
     factor = reading.target.spec.hidden_size**power
-    rows = lent(reading, embedding=reading.embed_head.embedding * factor)
-    return rows | tensors(reading, "mask", lambda mask: mask * factor)
+    return {"scale": factor} | tensors(reading, "mask", lambda mask: mask * factor)
 
 
 def _rotated(reading: Reading, share: float) -> Changes:
@@ -199,6 +215,8 @@ LLAMA_3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 # fmt: off
 HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read differently, and how
     *[(f"layer numbers {n:+}", lambda r, n=n: {"sources": [i + n for i in r.sources]}) for n in (-1, 1, -2, 2)],
+    *[(f"layer {i + 1} of those {n:+}", lambda r, i=i, n=n: {
+        "sources": [*r.sources[:i], r.sources[i] + n, *r.sources[i + 1:]]}) for i in range(3) for n in (-1, 1)],
     *[(f"the last layer {words}", lambda r, n=n: {"sources": [*r.sources[:-1], r.target.spec.layers + 1 - n]})
       for n, words in enumerate(("as the feature", "before the norm", "but one", "but two", "but three"))],
     ("the feature before the norm", lambda r: {"sources": [r.target.spec.layers], "norm_first": True}),
@@ -233,6 +251,7 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
         r, "lm_head", lambda _: r.embed_head.restrict(r.state.get("vocabulary")).head)),
     *[(name, lambda r, name=name: {name: not getattr(r.config, name)})
       for name in ("norm_before_residual", "norm_output")],
+    ("the tokens that t2d marks", lambda r: tensors(r, "vocabulary", lambda _: r.frozen["t2d"].nonzero()[:, 0])),
     ("vocabulary as ids", lambda r: tensors(r, "vocabulary", lambda ids: ids - torch.arange(len(ids)).to(ids))),
     ("vocabulary as offsets", lambda r: tensors(r, "vocabulary", lambda ids: ids + torch.arange(len(ids)).to(ids))),
     ("no window", lambda r: {"window": None}),

@@ -217,19 +217,18 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
 
 
 def test_counters_of_engines_are_read(tmp_path):
-    """vLLM's /metrics of two engines, its `get_metrics()`, answers with their rounds: all alike; SGLang's average."""
+    """vLLM's /metrics of two engines, and answers with their rounds: both alike; SGLang's average."""
     name = "vllm:spec_decode_num"
     text = f'# TYPE {name}_drafts_total counter\n{name}_drafts_created{{engine="0"}} 1.7e9\n'
     for engine, drafts, places in ((0, 6, (4, 1)), (1, 4, (2, 1))):
         text += f'{name}_drafts_total{{engine="{engine}",model_name="m-7"}} {drafts}.0\n'
         for place, count in enumerate(places):
             text += f'{name}_accepted_tokens_per_pos_total{{engine="{engine}",position="{place}"}} {count}.0\n'
-    listed = [{"name": f"{name}_drafts", "value": 10}, {"name": f"{name}_accepted_tokens_per_pos", "values": [6, 2]}]
     histogram = {"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [4, 4, 2]}}}
     gauge = "sglang:spec_accept_length"
     average = f'# HELP {gauge} The average.\n# TYPE {gauge} gauge\n{gauge}{{model_name="m-7"}} 1.8\n'
-    server = json.dumps({"internal_states": [{"avg_spec_accept_length": 1.8, "memory": 3}]})
-    counted = (text, json.dumps(listed), json.dumps(listed, indent=1), json.dumps(histogram))
+    server = json.dumps({"internal_states": [{"avg_spec_accept_length": 1.8, "memory": 3}]}, separators=(",", ":"))
+    counted = (text, json.dumps(histogram))
     for number, content in enumerate((*counted, average, server)):
         (tmp_path / f"{number}.json").write_text(content)
         tau, rates = engine_acceptance(str(tmp_path / f"{number}.json"))
