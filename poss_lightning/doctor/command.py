@@ -21,7 +21,7 @@ from poss_lightning.doctor.measure import (
     screened,
     unrolled,
 )
-from poss_lightning.doctor.readings import Reading, changes
+from poss_lightning.doctor.readings import HYPOTHESES, Reading, changes
 from poss_lightning.doctor.texts import ANSWERS, DRAWN, FROM_STORE, LONG, SWITCHES, TargetAnswers, ask
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.suites import digest, read_suites
@@ -110,6 +110,7 @@ def doctor(
     case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
     settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
     settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}
+    settings |= {"hypotheses": [words for words, _ in HYPOTHESES]}  # as measurements are named by their numbers
     with work.exclusive(wait=False):
         work.claim(settings | {"target": asdict(model.spec)})
         _climb(case, found, engine)

@@ -49,7 +49,7 @@ REPAIRS: dict[str, tuple[str, Callable[[Said, Tensors], Any]]] = {
 def load(source: str, input_format: str, allocation: list[int] | None, target: Target) -> tuple[Reading, Said]:
     """Read a draft of any format as it is, and its config.json on one level.
 
-    The words of the reading are what `poss convert` refuses.
+    The words of the reading are what `poss convert` refuses in it.
 
     Raises:
         ForeignDraft: its sizes are of a different target.
@@ -75,6 +75,8 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
                 refused.append(f"{error}: {words}")
                 repair(read, kept)
         frozen = {name: tensors[name] for name in (EMBEDDING, HEAD, TO_DRAFT) if name in tensors and name not in kept}
+    if not same_weights(config.target.fingerprint, target.spec.fingerprint):
+        refused.append(f"its config.json has the fingerprint of other weights than those of {target.spec.name}")
     if config.vocabulary_size is None:
         state.pop("vocabulary", None)
     state, frozen = (
