@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -37,7 +37,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
 LEAST, MOST = 0.02, 4  # gain in τ above which a cause is named, as a share; causes that are looked for
-SOME, FEW, FULL = (3, 3), (8, 1), 3  # a third of the texts and 3 positions show which 3 to measure; so for pairs
+SOME, FEW, FULL = (3, 3), (8, 1), 4  # every third text and 3 positions show which 4 to measure in full; of pairs fewer
 MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
 FOREIGN = "not this target's draft, by any reading tried"
@@ -142,9 +142,6 @@ class Case:
         """Yield the readings in which one more assumption differs, and for which there are texts."""
         return (other for other in reading.others() if other.texts in self.texts.asked)
 
-    def is_of_target(self, counts: Counts) -> bool:
-        return above_chance(counts, self.texts.samples())
-
 
 # --- the ladder: from what a training validates to what an engine serves ---
 
@@ -178,7 +175,9 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
     reading, base, causes = found, case.measured(FORCED, found), [*found.words]
     for _ in range(MOST):
         best = _best(case, base, case.others(reading), *SOME)
-        if best is None and not case.is_of_target(base):  # as two faults that each prevent all acceptance
+        if best is None and not above_chance(
+            base, case.texts.samples()
+        ):  # as two faults that each prevent all acceptance
             twice = (two for one in case.others(reading) for two in case.others(one) if two.steps[-1] > one.steps[-1])
             best = _best(case, base, twice, *FEW)
         if best is None:
@@ -189,7 +188,7 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
         causes += other.words[len(reading.words) :]
         causes[-1] += f": position 1 from {before:.2f} to {after:.2f}, τ {gain}"
         reading, base = other, counts
-    if not case.is_of_target(base):
+    if not above_chance(base, case.texts.samples()):
         return print(f"\n{FOREIGN}")
     print("", *(causes or [NOTHING]), *_keys(found, reading), sep="\n")
     return reading
@@ -214,15 +213,14 @@ def _best(
     return full[min(i for i in sure if sure[i] > max(sure.values()) - least)] if sure else None
 
 
-def _keys(before: Reading, after: Reading) -> Iterator[str]:
-    """Keys of an engine's config that change."""
+def _keys(*readings: Reading) -> Iterator[str]:
+    """Describe which keys of an engine's config.json change from one reading to the other."""
     for engine in ("vllm", "sglang"):
-        with suppress(ValueError):
-            if changed := changes(_published(engine, before), _published(engine, after)):
+        with suppress(ValueError):  # it cannot express one of them
+            keys = []
+            for each in readings:
+                layout = find_layout(engine, each.config)
+                check_expressible(each.config, layout)
+                keys.append(publish(each.config, layout, each.state, each.embed_head.tied))
+            if changed := changes(*keys):
                 yield f"config.json for {engine}: {', '.join(changed)}"
-
-
-def _published(engine: str, reading: Reading) -> dict[str, Any]:
-    layout = find_layout(engine, reading.config)
-    check_expressible(reading.config, layout)
-    return publish(reading.config, layout, reading.state, reading.embed_head.tied)
