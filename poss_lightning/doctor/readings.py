@@ -195,11 +195,6 @@ def _halves(rows: Tensor, reading: Reading) -> Tensor:
     return rows.roll(width, -1) if rows.shape[-1] == 2 * width else rows
 
 
-def only(holds: bool, **changes: Any) -> Changes:
-    """Changes that only some drafts have."""
-    return changes if holds else {}
-
-
 def _masked(reading: Reading, token: int) -> Changes:
     """Take the embedding of a different token as the mask of a block."""
     row = reading.embed_head.embedding[token]
@@ -238,14 +233,10 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     *[(f"rotary pairs {words} in the file", lambda r, shape=shape: heads(
         r, torch.arange(r.config.target.head_dim).view(shape).T.flatten()))
       for words, shape in (("side by side", (-1, 2)), ("in halves", (2, -1)))],
-    *[(f"context of a block {n:+}", lambda r, n=n: only(r.config.one_pass, places=r.places + n)) for n in (-1, 1)],
+    *[(f"context of a block {n:+}", lambda r, n=n: {"places": r.places + n} if r.config.one_pass else {}) for n in (-1, 1)],
     ("weights of norms less 1 in the file", lambda r: tensors(r, NORMS, lambda weight: weight + 1)),
     *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
       for one, two in (("gate_proj", "up_proj"), ("input_norm", "hidden_norm"), ("layers.0", "layers.1"))],
-    *[(f"{n} positions for each specialist", lambda r, n=n: only(
-        len(r.config.allocation) > 1, allocation=(n,) * r.config.layer_count)) for n in (1, 2, 3, 4)],
-    ("whose keys and values are read", lambda r: only(
-        len(r.config.allocation) > 1, kv={"separate": "shared", "shared": "separate"}[r.config.kv])),
     ("feature before embedding", lambda r: tensors(r, "fc scale q_proj k_proj v_proj", lambda rows: _halves(rows, r))),
     ("embeddings times the root of their width", lambda r: _scaled(r, 0.5)),
     ("embeddings over the root of their width", lambda r: _scaled(r, -0.5)),
@@ -259,8 +250,8 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     ("vocabulary as ids", lambda r: tensors(r, "vocabulary", lambda ids: ids - torch.arange(len(ids)).to(ids))),
     ("vocabulary as offsets", lambda r: tensors(r, "vocabulary", lambda ids: ids + torch.arange(len(ids)).to(ids))),
     ("no window", lambda r: {"window": None}),
-    *[("length of the block", lambda r, n=n: only(r.config.one_pass, depth=r.depth + n, allocation=(r.depth + n,)))
-      for n in (-1, 1, -2, 2, -3, 3, -4, 4)],
+    *[("length of the block", lambda r, n=n: {"depth": r.depth + n, "allocation": (r.depth + n,)}
+       if r.config.one_pass else {}) for n in (-1, 1, -2, 2, -3, 3, -4, 4)],
     *[(f"{name} token as mask", lambda r, name=name: _masked(r, getattr(r.target.tokenizer, f"{name}_token_id")))
       for name in ("mask", "pad", "eos", "bos", "unk")],
     ("last token as mask", lambda r: _masked(r, r.target.spec.vocab_size - 1)),

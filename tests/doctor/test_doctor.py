@@ -69,6 +69,11 @@ def exchanged(one: str, two: str) -> Callable[[State], State]:
     return lambda state: {one: state[two], two: state[one]}
 
 
+def other_way_round(state: State) -> State:
+    """The second specialist first."""
+    return {name.translate({48: "1", 49: "0"}): value for name, value in state.items() if name.startswith("layers.")}
+
+
 def halfway(positions: Tensor) -> Rope:
     """The angles of heads of 8 of which half the dimensions rotate, at the base of 1e4."""
     angles = positions[:, None, :, None] * torch.tensor([1, 1e-2, 0, 0] * 2)
@@ -115,6 +120,8 @@ FAULTS = [
     Fault("eagle3", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("eagle3", "labels one slot later", learnt={"labels": 1}),
     Fault("eagle3", "the first 50% of a head", by_head(SHARE, *QK), learnt={"rope_at": halfway}),
+    Fault("eagle3", "layer 2 of those +1, inner_layers [2, 3, 5] → [2, 4, 5]", config={"inner_layers": (2, 3, 5)}),
+    Fault("eagle2", "layers.0 and layers.1 exchanged", other_way_round, learnt={"allocation": (1, 2), "depth": 3}),
     Fault("block", ONE_HIGHER, config=HIGHER),
     Fault("block", "layers in another order", config={"inner_layers": (4, 2, 5)}),
     Fault("block", "no window", config={"window": 4}),
@@ -272,6 +279,11 @@ def test_what_convert_refuses_is_read_and_named(learnt, diagnose, convert, tmp_p
     as_ids = rewritten(tmp_path / "some", lambda state: {"d2t": state["d2t"] + torch.arange(240)})
     (cause,) = diagnose(as_ids, "eagle3")
     assert cause.startswith("d2t is torch.int64 [240]") and cause.endswith("read as ids")
+    zeros = rewritten(tmp_path / "some", lambda state: {"d2t": torch.zeros_like(state["d2t"])})
+    assert [line.partition(":")[0][:25] for line in diagnose(zeros, "eagle3")] == [
+        "t2d does not mark the 240",
+        "the tokens that t2d marks",
+    ]
     convert(learnt("eagle3"), tmp_path / "all", "--output_format", "eagle3")
     from_0 = rewritten(tmp_path / "all", eagle_aux_hidden_state_layer_ids=[1, 3, 4])
     assert "eagle_aux_hidden_state_layer_ids is [1, 3, 4]" in diagnose(from_0, "eagle3")[0]
