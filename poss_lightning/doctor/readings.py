@@ -233,7 +233,8 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     *[(f"rotary pairs {words} in the file", lambda r, shape=shape: heads(
         r, torch.arange(r.config.target.head_dim).view(shape).T.flatten()))
       for words, shape in (("side by side", (-1, 2)), ("in halves", (2, -1)))],
-    *[(f"context of a block {n:+}", lambda r, n=n: {"places": r.places + n} if r.config.one_pass else {}) for n in (-1, 1)],
+    *[(f"context of a block {n:+}", lambda r, n=n: {"places": r.places + n} if r.config.one_pass else {})
+      for n in (-1, 1)],
     ("weights of norms less 1 in the file", lambda r: tensors(r, NORMS, lambda weight: weight + 1)),
     *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
       for one, two in (("gate_proj", "up_proj"), ("input_norm", "hidden_norm"), ("layers.0", "layers.1"))],
