@@ -69,9 +69,8 @@ def exchanged(one: str, two: str) -> Callable[[State], State]:
     return lambda state: {one: state[two], two: state[one]}
 
 
-def other_way_round(state: State) -> State:
-    """The second specialist first."""
-    return {name.translate({48: "1", 49: "0"}): value for name, value in state.items() if name.startswith("layers.")}
+def swapped_layers(state: State) -> State:
+    return {name.translate({48: "1", 49: "0"}): value for name, value in state.items() if "layers" in name}
 
 
 def halfway(positions: Tensor) -> Rope:
@@ -99,11 +98,8 @@ LLAMA_3 = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 BASE, HIGHER = {"rope_theta": 50.0}, {"inner_layers": (3, 5, 6)}
 ONE_HIGHER = "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]"
 LONG, SHORT = {"depth": 7, "allocation": (7,)}, {"depth": 2, "allocation": (2,)}
-FAULTS = [
+FAULTS = [  # others are in the worked example and in `TWICE`
     Fault("eagle2", "labels one slot later", learnt={"labels": 1}),
-    Fault("eagle3", ONE_HIGHER, config=HIGHER),
-    Fault("eagle2", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
-    Fault("eagle2", "feature before embedding", halves("fc.weight")),
     Fault("eagle2", "rotary pairs side by side", by_head(INTERLEAVED, *QK)),
     Fault("eagle2", "gate_proj and up_proj exchanged", exchanged(*MLP)),
     Fault("eagle2", "weights of norms less 1", lambda s: {"layers.0.norm.weight": s["layers.0.norm.weight"] - 1}),
@@ -114,19 +110,16 @@ FAULTS = [
     Fault("eagle2", "thoughts off", learnt={"texts": "thoughts off"}, family="qwen3"),
     Fault("eagle3", "layer numbers +1, inner_layers [1, 3, 4] → [2, 4, 5]", config={"inner_layers": (1, 3, 4)}),
     Fault("eagle3", "layers from high to low, inner_layers [5, 4, 2] → [2, 4, 5]", config={"inner_layers": (5, 4, 2)}),
-    Fault("eagle3", "norm_before_residual, norm_before_residual True", config={"norm_before_residual": True}),
     Fault("eagle3", "feature before embedding", halves(*INPUT)),
     Fault("eagle3", "input_norm and hidden_norm exchanged", exchanged(*NORMS)),
     Fault("eagle3", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("eagle3", "labels one slot later", learnt={"labels": 1}),
     Fault("eagle3", "the first 50% of a head", by_head(SHARE, *QK), learnt={"rope_at": halfway}),
     Fault("eagle3", "layer 2 of those +1, inner_layers [2, 3, 5] → [2, 4, 5]", config={"inner_layers": (2, 3, 5)}),
-    Fault("eagle2", "layers.0 and layers.1 exchanged", other_way_round, learnt={"allocation": (1, 2), "depth": 3}),
-    Fault("block", ONE_HIGHER, config=HIGHER),
+    Fault("eagle2", "layers.0 and layers.1 exchanged", swapped_layers, learnt={"allocation": (1, 2), "depth": 3}),
     Fault("block", "layers in another order", config={"inner_layers": (4, 2, 5)}),
     Fault("block", "no window", config={"window": 4}),
     Fault("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
-    Fault("block", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("block", "labels one slot later", learnt={"labels": 1}),
     Fault("block", "length of the block, allocation (7,)", dict, LONG, {"block_layers": 3}),
     Fault("block", "length of the block, allocation (2,)", dict, SHORT, {"block_layers": 3, "allocation": (6,)}),
