@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,7 @@ from poss_lightning.doctor.measure import (
     screened,
     unrolled,
 )
-from poss_lightning.doctor.readings import HYPOTHESES, Reading, changes
+from poss_lightning.doctor.readings import HYPOTHESES, WHOLE, Reading, changes
 from poss_lightning.doctor.texts import ANSWERS, DRAWN, FROM_STORE, LONG, SWITCHES, TargetAnswers, ask
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.suites import digest, read_suites
@@ -110,7 +111,7 @@ def doctor(
     case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
     settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
     settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}
-    settings |= {"hypotheses": [words for words, _ in HYPOTHESES]}  # as measurements are named by their numbers
+    settings |= {"hypotheses": len(HYPOTHESES)}  # measurements are named by their numbers
     with work.exclusive(wait=False):
         work.claim(settings | {"target": asdict(model.spec)})
         _climb(case, found, engine)
@@ -178,8 +179,7 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
         if best is None and not above_chance(
             base, case.texts.samples()
         ):  # as two faults that each prevent all acceptance
-            twice = (two for one in case.others(reading) for two in case.others(one) if two.steps[-1] > one.steps[-1])
-            best = _best(case, base, twice, *FEW)
+            best = _best(case, base, _pairs(case, reading), *FEW)
         if best is None:
             break
         other, counts = best
@@ -192,6 +192,13 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
         return print(f"\n{FOREIGN}")
     print("", *(causes or [NOTHING]), *_keys(found, reading), sep="\n")
     return reading
+
+
+def _pairs(case: Case, reading: Reading) -> Iterator[Reading]:
+    def singles(reading: Reading) -> Iterator[Reading]:
+        return takewhile(lambda one: one.steps[-1] < WHOLE, case.others(reading))
+
+    return (two for one in singles(reading) for two in singles(one) if two.steps[-1] > one.steps[-1])
 
 
 def _best(

@@ -210,10 +210,8 @@ LLAMA_3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, ori
 # fmt: off
 HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read differently, and how
     *[(f"layer numbers {n:+}", lambda r, n=n: {"sources": [i + n for i in r.sources]}) for n in (-1, 1, -2, 2)],
-    *[(f"layer {i + 1} of those {n:+}", lambda r, i=i, n=n: {
-        "sources": [*r.sources[:i], r.sources[i] + n, *r.sources[i + 1:]]}) for i in range(3) for n in (-1, 1)],
     *[(f"the last layer {words}", lambda r, n=n: {"sources": [*r.sources[:-1], r.target.spec.layers + 1 - n]})
-      for n, words in enumerate(("as the feature", "before the norm", "but one", "but two", "but three"))],
+      for n, words in enumerate(("as the feature", "before the norm", "but one"))],
     ("the feature before the norm", lambda r: {"sources": [r.target.spec.layers], "norm_first": True}),
     *[("layers in another order", lambda r, order=order: {"sources": [r.sources[i] for i in order]})
       for order in ((0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1))],
@@ -258,4 +256,8 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     ("last token as mask", lambda r: _masked(r, r.target.spec.vocab_size - 1)),
     *[(name, lambda r, name=name: {"texts": name}) for name in SWITCHES],
 ]
+WHOLE = len(HYPOTHESES)  # pairs are tried of these
+HYPOTHESES += [(f"layer {i + 1} of those that are fused", lambda r, i=i, n=n: {
+    "sources": [*r.sources[:i], n, *r.sources[i + 1:]]} if r.config.aux_layers and i < len(r.sources) else {})
+    for i in range(8) for n in range(1, 100)]
 # fmt: on

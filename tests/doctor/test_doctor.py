@@ -115,7 +115,11 @@ FAULTS = [  # others are in the worked example and in `TWICE`
     Fault("eagle3", "the target's rotary base, rope_theta 50.0 → 10000.0", config=BASE),
     Fault("eagle3", "labels one slot later", learnt={"labels": 1}),
     Fault("eagle3", "the first 50% of a head", by_head(SHARE, *QK), learnt={"rope_at": halfway}),
-    Fault("eagle3", "layer 2 of those +1, inner_layers [2, 3, 5] → [2, 4, 5]", config={"inner_layers": (2, 3, 5)}),
+    Fault(
+        "eagle3",
+        "layer 2 of those that are fused, inner_layers [2, 3, 5] → [2, 4, 5]",
+        config={"inner_layers": (2, 3, 5)},
+    ),
     Fault("eagle2", "layers.0 and layers.1 exchanged", swapped_layers, learnt={"allocation": (1, 2), "depth": 3}),
     Fault("block", "layers in another order", config={"inner_layers": (4, 2, 5)}),
     Fault("block", "no window", config={"window": 4}),
