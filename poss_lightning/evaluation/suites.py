@@ -163,7 +163,7 @@ def _records(suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]
             question = str(row.get("question", ""))
             sentence = question[:1].upper() + question[1:].removesuffix("?") + "?"
             try:
-                made = {name: form.format(**row, sentence=sentence) for name, form in suite.fields.items()}
+                made = {name: form.format_map({**row, "sentence": sentence}) for name, form in suite.fields.items()}
             except KeyError as error:
                 raise ValueError(f"row {number} of {suite.repo} has no {error}; it has {', '.join(row)}") from None
             yield number, formats.without_nulls(row) | made
