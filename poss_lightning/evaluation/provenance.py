@@ -16,6 +16,7 @@ import torch
 from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
+from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.evaluation.suites import local_files
@@ -23,6 +24,9 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.files import sha256
 from poss_lightning.machine import choose_precision
 from poss_lightning.versions import versions
+
+# Fields of a `DraftConfig` that run.json has where they are not the default.
+OPTIONAL = ("intermediate_size", "window", *SWITCHES, "block_layers", "inner_layers")
 
 
 def provenance(device: torch.device) -> dict:
@@ -46,8 +50,10 @@ def describe_draft(draft: Specialists) -> dict:
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    options = {name: getattr(config, name) for name in OPTIONAL}
     return {
         "allocation": list(config.allocation),
+        **{name: value for name, value in options.items() if value != getattr(DraftConfig, name)},
         "kv": config.kv,
         "kind": config.kind,
         "training_depth": config.depth,
