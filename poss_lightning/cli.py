@@ -7,13 +7,13 @@ import logging
 import os
 import sys
 from argparse import ArgumentError
+from collections.abc import Callable
 from contextlib import nullcontext
-from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from inspect import signature
 
 from poss_lightning.files import without_secrets
-from poss_lightning.terminal import announced, is_user_error, mute_deepspeed, one_line, printable
+from poss_lightning.terminal import announced, is_user_error, one_line, printable
 from poss_lightning.versions import versions
 
 TRAINER = {
@@ -35,10 +35,6 @@ TOOLS = {
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
     "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }
-REMOVED_COMMANDS = {
-    "answer": "synthesize --prompts",
-    "histogram": "compare",
-}
 
 
 def main() -> None:
@@ -57,14 +53,10 @@ def _run_line() -> None:
     if command == "--version":
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
-        known = [*TRAINER, *TOOLS]
-        nearest = [REMOVED_COMMANDS[command]] if command in REMOVED_COMMANDS else get_close_matches(command, known, 1)
-        near = "".join(f"did you mean {name}? " for name in nearest)
-        sys.exit(f"poss: no command {command!r}; {near}there are {', '.join(known)}")
+        sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [LineHandler()]
-    mute_deepspeed()
     try:
         run(command, sys.argv[2:])
     except KeyboardInterrupt:
@@ -82,7 +74,7 @@ def run(command: str, arguments: list[str]) -> None:
     """Run a command with the arguments of a terminal."""
     import jsonargparse
 
-    from poss_lightning.configs import config_files, explain_option, get_types, locate_configs, set_up_parser
+    from poss_lightning.configs import config_files, explain_option, locate_configs, set_up_parser
 
     set_up_parser()
     arguments = locate_configs(arguments)
@@ -92,15 +84,14 @@ def run(command: str, arguments: list[str]) -> None:
         module.Training(command, arguments)
         return
     tool = getattr(module, command)
-    types = get_types(jsonargparse.auto_parser(tool))
-    arguments = _complete_switches(arguments, types)
+    arguments = _complete_switches(arguments, tool)
     if command == "list" and arguments and not arguments[0].startswith("-"):
         arguments = ["--name", *arguments]  # jsonargparse has no optional positional arguments
     try:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        raise explain_option(error, config_files(arguments), types, arguments) from error
+        raise explain_option(error, config_files(arguments)) from error
 
 
 class LineHandler(logging.Handler):
@@ -110,9 +101,10 @@ class LineHandler(logging.Handler):
         print(without_secrets(printable(record.getMessage())), file=sys.stderr, flush=True)
 
 
-def _complete_switches(arguments: list[str], types: dict[str, Any]) -> list[str]:
-    """`--chat=true` for a bare `--chat`, as jsonargparse wants it."""
-    switches = {f"--{name}" for name, kind in types.items() if kind in (bool, bool | None)}
+def _complete_switches(arguments: list[str], tool: Callable[..., None]) -> list[str]:
+    """Return `--chat=true` for a bare `--chat`, as jsonargparse wants it."""
+    parameters = signature(tool).parameters.values()
+    switches = {f"--{each.name}" for each in parameters if each.annotation in (bool, bool | None)}
     return [
         f"{word}=true" if word in switches and following.lower() not in ("true", "false", "null") else word
         for word, following in zip(arguments, [*arguments[1:], ""], strict=False)

@@ -4,7 +4,6 @@ Nothing that this package did not write is ever removed. What is being written h
 beside NAME; a killed command leaves it, and anyone may remove it.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -18,7 +17,6 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 TEMPORARY = ".poss."  # how the names of what is being written begin
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, a quota, a limit on the size of files
 
 
 @contextmanager
@@ -99,23 +97,19 @@ def _sync(path: Path) -> None:
 
 @contextmanager
 def _name_full_disk(path: Path, temporary: Path) -> Iterator[None]:
-    """Turn any error of a writing library into an OSError that names `path`, if the disk is full.
+    """Turn the error of a writing library into an OSError that names `path`, if the disk is full.
 
-    Some libraries do not say why they failed, so one more write asks the file system.
+    Not every library says why it failed, so one more write asks the file system.
     """
     try:
         yield
     except Exception as error:
-        full = error
-        if not isinstance(error, OSError):
-            try:
-                with temporary.open("ab") as file:
-                    file.write(bytes(2**20))
-            except OSError as refused:
-                full = refused
-        if not isinstance(full, OSError) or full.errno not in DISK_FULL:
-            raise
-        raise OSError(full.errno, os.strerror(full.errno), str(path)) from error
+        try:
+            with temporary.open("ab") as file:
+                file.write(bytes(2**20))
+        except OSError as refused:
+            raise OSError(refused.errno, os.strerror(refused.errno or 0), str(path)) from error
+        raise
 
 
 def check_new(path: str | Path) -> None:
@@ -209,7 +203,7 @@ def conf(name: str) -> Path:
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / name).is_file():
             return folder / name
-    raise FileNotFoundError(f"conf/{name} is neither in {package} nor beside it")
+    raise FileNotFoundError(f"{name}: no such file, nor one of that name in the package, which `poss list` shows")
 
 
 def conf_names() -> list[str]:

@@ -1,16 +1,12 @@
-"""What a terminal shows: errors in one line, the bars of libraries, and what takes long."""
+"""What a terminal shows: errors in one line, and what takes long."""
 
 import logging
-import os
-import re
 import time
 from argparse import ArgumentError
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partialmethod
 from threading import Event, Thread
 
-VERBOSE = "POSS_VERBOSE"  # 1 lets libraries show their own bars and warnings
 FIRST, NEXT = 3.0, 10.0  # seconds until slow work is announced, and announced again
 
 # Errors whose text is enough for a user; those of libraries by name, so that nothing need be imported.
@@ -35,9 +31,6 @@ def is_user_error(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     """The text of an error in one line."""
-    # As jsonargparse words it that a class cannot be made, for example one of Lightning's loggers.
-    if needs := re.search(r"class_path '(?:\w+\.)*(\w+)':\s*Requirement '([^']+)' not met", str(error)):
-        return f"{needs[1]} needs {needs[2]}, which is not installed: pip install '{needs[2]}'"
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return printable("; ".join(lines).replace(":; ", ": ")) or type(error).__name__
 
@@ -65,32 +58,3 @@ def announced(what: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-
-
-def is_verbose() -> bool:
-    """Whether the user asks for the bars and warnings of libraries."""
-    return os.environ.get(VERBOSE, "").lower() not in ("", "0", "false")
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Show no bar of tqdm within the block, whoever makes it, unless the user asks for it."""
-    from tqdm import tqdm  # `poss --help` does not wait for it
-
-    usual = tqdm.__init__
-    if not is_verbose():
-        tqdm.__init__ = partialmethod(usual, disable=True)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        tqdm.__init__ = usual
-
-
-def mute_deepspeed() -> None:
-    """Drop DeepSpeed's line that this machine has no GPU, printed at every import, unless the user asks for it."""
-    if not is_verbose():
-        logging.getLogger("DeepSpeed").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Setting accelerator to CPU")

@@ -27,7 +27,7 @@ if os.environ.get("POSS_DEVICE", "cpu") == "cpu":  # `make test-gpu` and `make t
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     pretended.register()  # beside a GPU, torch would pin memory for it, and autograd would wait for its streams
 for name in [*os.environ]:  # settings of the user's shell, or of the cluster's job in which the tests run
-    if name.startswith("SLURM_") or name in ("POSS_VERBOSE", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
+    if name.startswith("SLURM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]
 torch.set_num_threads(1)  # for tiny matrices more threads are slower
 os.fsync = lambda descriptor: None  # no test waits for a disk

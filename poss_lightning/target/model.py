@@ -24,7 +24,7 @@ from poss_lightning.target.loading import explain_failure, load_config, load_mod
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables
-from poss_lightning.terminal import announced, without_bars
+from poss_lightning.terminal import announced
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
@@ -103,7 +103,7 @@ class Target(nn.Module):
         folder = embedded.folder() if name == embedded.NAME else fetch(name, "target", FILES)
         config = load_config(name, folder)
         placed = placement(config, device, parallel, spared)
-        with announced(f"loading target {name}"), without_bars():
+        with announced(f"loading target {name}"):
             model, tokenizer, as_saved = load_model(name, folder, config, dtype, device, placed)
         with announced(f"checking target {name}"):
             target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs)

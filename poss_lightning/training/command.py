@@ -5,58 +5,45 @@ Every training starts here: from the terminal, a sweep's cell, the demo or a use
 
 import logging
 import os
-import re
-import threading
 import warnings
 from argparse import ArgumentError
+from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
+import pandas as pd
 import yaml
 from lightning import Trainer
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_warn
-from omegaconf.errors import OmegaConfBaseException
 
-from poss_lightning.configs import config_files, explain_option, get_types, set_up_parser
+from poss_lightning.configs import config_files, explain_option, set_up_parser
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed
-from poss_lightning.terminal import is_verbose
 from poss_lightning.training.callbacks import StepBar, StepLines
 from poss_lightning.training.export import load_checkpoint
-from poss_lightning.training.help import PRECISION, SHORT_HELP, choose_help
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.resume import fetch_checkpoint
 from poss_lightning.training.run_folder import (
     AUTO,
     LAST,
     check_unused,
-    expand_home,
     folder_of,
     only_training,
     place_training,
     was_killed_early,
 )
 from poss_lightning.training.strategies import prepare
-from poss_lightning.training.validation import tabulate
 
 BASE = "trainer/base.yaml"  # the defaults of every training
 COMMANDS = ("fit", "validate")
-# How jsonargparse says that the model is given as a class.
-CLASS_AS_MODEL = re.compile(r"""model\.class_path|[Kk]ey "model": Unable to load config""")
-NO_CLASS = (
-    "model has options, --model.OPTION VALUE, or a YAML file of them; its class is SpecialistTraining. Train a "
-    "subclass with your own Trainer, or add a loss term with --trainer.callbacks+ (docs/extending.md)"
-)
-
-logger = logging.getLogger(__name__)
+NAME = "folder of this training, in runs/ or trainer.default_root_dir; null for lightning_logs/version_N"
+CHECKPOINT = "a training's checkpoints/last.ckpt, to resume or to validate; auto: that of --name, if there is one"
+SEED = "seed for the initial weights (--data.seed: data order and noise); true draws one"
+PRECISION = "bf16-mixed, 32-true, 64-true, or auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true"
 
 
 class Training(LightningCLI):
@@ -78,7 +65,7 @@ class Training(LightningCLI):
         parser = {"parser_mode": "omegaconf+", "prog": "poss", "exit_on_error": False, "allow_abbrev": False}
         subparser = parser | {"default_config_files": [str(conf(BASE))]}
         set_up_parser()
-        _quieten()
+        _drop_false_alarms()
         try:
             with ExitStack() as self._held:
                 super().__init__(
@@ -91,8 +78,6 @@ class Training(LightningCLI):
                     trainer_defaults={"callbacks": [StepLines()]},
                     auto_configure_optimizers=False,  # the module makes its own, and their schedule
                 )
-        except MisconfigurationException as error:
-            raise ValueError(str(error)) from error
         except SystemExit as ended:  # Lightning's, also of Ctrl-C, which should end a sweep, too
             if ended.code == 1 and hasattr(self, "trainer") and self.trainer.interrupted:
                 raise KeyboardInterrupt from None
@@ -111,12 +96,14 @@ class Training(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Without `weights_only`, as a checkpoint is never unpickled, and without `verbose`, Lightning's own table."""
-        return {name: LightningCLI.subcommands()[name] | {"weights_only", "verbose"} for name in COMMANDS}
+        """Without `weights_only`, as a checkpoint is never unpickled, and `verbose`, Lightning's own table."""
+        ours = {"ckpt_path", "weights_only", "verbose"}
+        return {name: LightningCLI.subcommands()[name] | ours for name in COMMANDS}
 
     def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_argument("--name", type=str | None, default=None, help=SHORT_HELP["name"])
-        parser.add_argument("--seed_everything", type=Seed | bool, default=0, help=SHORT_HELP["seed_everything"])
+        parser.add_argument("--name", type=str | None, default=None, help=NAME)
+        parser.add_argument("--ckpt_path", type=str | None, default=None, help=CHECKPOINT)
+        parser.add_argument("--seed_everything", type=Seed | bool, default=0, help=SEED)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add model, data and trainer, in this order, which is that of the help."""
@@ -130,22 +117,11 @@ class Training(LightningCLI):
         parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        command, *rest = choose_help(self._parser(args[0]), args)
-        files, types = config_files(rest), get_types(self._parser(command))
         try:
             # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.
-            self.config = copy_context().run(parser.parse_args, [command, *rest])
+            self.config = copy_context().run(parser.parse_args, args)
         except ArgumentError as error:
-            if str(error).startswith("argument data.source"):  # the parser's words for both being given
-                raise ArgumentError(None, "model.store is the store of the data: name it as --data.store") from error
-            if CLASS_AS_MODEL.search(str(error)):
-                raise ArgumentError(None, NO_CLASS) from error
-            raise explain_option(error, files, types, rest) from error
-        except OmegaConfBaseException as error:  # a reference to an option that is not there
-            option = str(error.full_key).removeprefix(f"{command}.")
-            reason = str(error).splitlines()[0]
-            raise explain_option(ArgumentError(None, f'Option "{option}": {reason}'), files, types, rest) from error
-        expand_home(self.options)
+            raise explain_option(error, config_files(args)) from error
         place_training(self.options)
 
     def _parse_ckpt_path(self) -> None:
@@ -159,13 +135,8 @@ class Training(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Refuse a broken checkpoint before anything is loaded; Lightning reads it much later."""
-        path = self.options.ckpt_path
-        if self.until != "done" or path in (None, AUTO):
-            return
-        if "://" in path:
-            folder = self._held.enter_context(TemporaryDirectory())
-            path = self.options.ckpt_path = str(fetch_checkpoint(path, Path(folder)))
-        load_checkpoint(Path(path))
+        if self.until == "done" and self.options.ckpt_path not in (None, AUTO):
+            load_checkpoint(Path(self.options.ckpt_path))
 
     def instantiate_classes(self) -> None:
         if self.until != "parsed":
@@ -218,25 +189,28 @@ class Training(LightningCLI):
         elif not was_killed_early(folder):
             check_unused(folder, options.ckpt_path)
 
-    def after_fit(self) -> None:
-        callbacks = self.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if any(isinstance(callback, _SaveConfig) and not callback.started for callback in callbacks):
-            reached = f"step {self.trainer.global_step}, epoch {self.trainer.current_epoch}"
-            rank_zero_warn(f"nothing was left to train at {reached}")
-
     def before_validate(self) -> None:
-        if self.options.ckpt_path:
-            return
-        if (start := self.options.model.start_from) is None:
-            raise ValueError(
-                "no --ckpt_path: this is the draft before training, of random weights; give a training's "
-                "checkpoints/last.ckpt"
-            )
-        rank_zero_warn(f"no --ckpt_path: this is the draft before training, as {start} has it")
+        if not self.options.ckpt_path and self.options.model.start_from is None:
+            raise ValueError("no --ckpt_path, and a draft of random weights: give a training's checkpoints/last.ckpt")
 
     def after_validate(self) -> None:
         if self.trainer.is_global_zero:
-            print(tabulate({name: float(value) for name, value in self.trainer.callback_metrics.items()}))
+            print(tabulate(self.trainer.callback_metrics))
+
+
+def tabulate(logged: Mapping[str, Any]) -> str:
+    """Lay out logged values, three digits each: a row per metric, mean and depths as columns; τ last.
+
+    Args:
+        logged: by tag: `val_loss/depth_1` and `val_loss/mean`, as `log_by_depth` names them, or `val/loss`.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    for tag, value in sorted(logged.items(), key=lambda item: ("tau" in item[0], item[0])):
+        name, _, place = tag.rpartition("/")
+        row, column = (name, place) if place == "mean" or place.startswith("depth_") else (tag, "mean")
+        rows.setdefault(row, {})[column] = f"{float(value):#.3g}"
+    table = pd.DataFrame.from_dict(rows, orient="index").fillna("")
+    return table[sorted(table, key=lambda place: (len(place), place))].to_string()
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -245,42 +219,25 @@ class _SaveConfig(SaveConfigCallback):
     It leaves out `ckpt_path`, so that the file starts a new training.
     """
 
-    started = False
-
     def setup(self, trainer, pl_module, stage: str) -> None:
         pass
 
     def on_train_start(self, trainer, pl_module) -> None:
-        self.started, self.config.ckpt_path = True, None
+        self.config.ckpt_path = None
         folder = str(trainer.log_dir)  # a broadcast, which all processes must join
-        if "://" in folder:
-            super().setup(trainer, pl_module, "fit")
-        elif trainer.is_global_zero:  # atomically: the old one may be all that a training can resume with
+        if trainer.is_global_zero:  # atomically: the old one may be all that a training can resume with
             with atomic(Path(folder) / self.config_filename) as path:
                 path.write_text(self.parser.dump(self.config, skip_unset=False), encoding="utf-8")
 
 
-def _show_thread_error(args: threading.ExceptHookArgs, show=threading.excepthook) -> None:
-    """Show the error of a thread, unless it is TensorBoard's writer, which raises it in the main thread, too."""
-    if type(args.thread).__name__ != "_AsyncWriterThread":
-        show(args)
-
-
-def _quieten() -> None:
-    """Unless the user asks for them, drop messages of Lightning that advertise, or repeat config.yaml."""
-    threading.excepthook = _show_thread_error
-    if is_verbose():
-        return
+def _drop_false_alarms() -> None:
+    """Drop what Lightning says of itself, and warns of though it is right here."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # "`weights_only` was not set" at each checkpoint
     for words in (
         "LightningCLI's args parameter",  # here it is the command line, or made of options
         "`isinstance.treespec, LeafSpec",  # between Lightning and torch
-        "`torch.distributed",  # DeepSpeed calls what torch has since renamed
         ".*use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
-        "Checkpoint directory .* exists and is not empty",  # of a training that resumes
     ):
         warnings.filterwarnings("ignore", words)
     warnings.filterwarnings("once", "This DataLoader will create")  # of training and validation alike
-    modules = "fabric.utilities.seed", "pytorch.utilities.rank_zero", "pytorch.trainer.connectors.checkpoint_connector"
-    for module in modules:
-        logging.getLogger(f"lightning.{module}").setLevel(logging.WARNING)

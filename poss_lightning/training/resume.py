@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from math import inf
-from pathlib import Path
 from typing import Any
 
-import fsspec
 import lightning
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import LambdaLR
@@ -95,18 +93,3 @@ def epoch_steps(trainer: lightning.Trainer) -> int:
     """Optimizer steps of an epoch; 0 before there are data, as when `Tuner.lr_find` writes its checkpoint."""
     batches = trainer.num_training_batches
     return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)
-
-
-def fetch_checkpoint(address: str, folder: Path) -> Path:
-    """Copy the checkpoint at an address that fsspec reads. Lightning would read http through torch.hub's cache.
-
-    Raises:
-        ValueError: it cannot be read; the message says why.
-    """
-    copy = folder / "fetched.ckpt"
-    try:
-        files, path = fsspec.core.url_to_fs(address)
-        files.get_file(path, str(copy))
-    except Exception as error:  # every protocol has errors of its own
-        raise ValueError(f"ckpt_path {address} cannot be read: {error or type(error).__name__}") from error
-    return copy

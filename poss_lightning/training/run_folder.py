@@ -29,43 +29,27 @@ def place_training(options: Any) -> None:
 
     The config.yaml of a training that was moved or copied names the old folder, which may hold a different training.
     """
-    trainer, name, resumed = options.trainer, options.name, _folder_of_checkpoint(options.ckpt_path)
-    job = os.environ.get("SLURM_JOB_ID") if SLURMEnvironment.detect() else None
-    if job and name is None and resumed is None and trainer.logger in (None, True):
-        name = f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
+    trainer, name, resumed = options.trainer, options.name, Path(os.path.abspath(options.ckpt_path or ""))
     options.name = None  # config.yaml has it as the logger's
-    if trainer.logger in (None, True) and (name is not None or resumed):
+    if name is None and resumed.parent.name != LAST.parent.name:
+        if trainer.logger not in (None, True) or not SLURMEnvironment.detect():
+            return
+        name = f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
+    if trainer.logger in (None, True):
         place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
         trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
-    for each in _loggers(options):
-        if name is not None:
-            if not hasattr(each, "init_args"):
-                raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
+    folder = resumed.parents[1]
+    for each in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
+        if not each and name is not None:
+            raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
+        if not each:
+            trainer.default_root_dir = str(folder)
+        elif name is not None:
             each.init_args.name = name
-        elif resumed and not hasattr(each, "init_args"):
-            trainer.default_root_dir = str(resumed)
-        elif resumed and each.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
-            each.init_args.save_dir, each.init_args.name, each.init_args.version = *map(str, os.path.split(resumed)), ""
-        elif resumed:  # of every other logger `save_dir` is the folder
-            each.init_args.save_dir = str(resumed)
-
-
-def expand_home(options: Any) -> None:
-    """Expand `~` in paths, which Lightning does for TensorBoard alone."""
-    places = [(logger.init_args, "save_dir") for logger in _loggers(options) if hasattr(logger, "init_args")]
-    for owner, name in [(options, "ckpt_path"), (options.trainer, "default_root_dir"), *places]:
-        if place := owner.get(name):
-            owner[name] = os.path.expanduser(place)
-
-
-def _loggers(options: Any) -> list[Any]:
-    given = options.trainer.logger
-    return given if isinstance(given, list) else [given]
-
-
-def _folder_of_checkpoint(address: str | Path | None) -> Path | None:
-    path = Path(os.path.abspath(address or ""))
-    return path.parents[1] if path.parent.name == LAST.parent.name and "://" not in str(address) else None
+        elif each.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
+            each.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
+        else:  # of every other logger `save_dir` is the folder
+            each.init_args.save_dir = str(folder)
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:

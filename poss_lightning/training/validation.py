@@ -1,7 +1,5 @@
 """What a validation measures by depth: losses, pos-acc in the unroll, and drift."""
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -54,23 +52,3 @@ class ValidationMetrics(nn.Module):
         for metric in (self.losses, self.acceptance, self.drift):
             if metric is not None:
                 metric.reset()
-
-
-def tabulate(logged: Mapping[str, float]) -> str:
-    """Lay out logged values, three digits each: a line per metric, depths and mean as columns; then others, τ last.
-
-    Args:
-        logged: by tag: `val_loss/depth_1` and `val_loss/mean`, as `log_by_depth` names them, or `val/loss`.
-    """
-    names = sorted(tag.removesuffix("/mean") for tag in logged if tag.endswith("/mean"))
-    by_depth = {tag for tag in logged for name in names if tag.startswith(f"{name}/")}
-    depths = range(1, max((int(tag.rpartition("_")[2]) for tag in by_depth if "/depth_" in tag), default=0) + 1)
-    rows = {
-        name: [logged.get(f"{name}/{place}") for place in (*map("depth_{}".format, depths), "mean")] for name in names
-    }
-    rows |= {tag: [logged[tag]] for tag in sorted(logged.keys() - by_depth, key=lambda tag: ("tau" in tag, tag))}
-    width = max(map(len, rows))
-    lines = [f"{'depth':{width}}" + "".join(f"{place:>9}" for place in (*depths, "mean"))]
-    for name, values in rows.items():
-        lines.append(f"{name:{width}}" + "".join(f"{'' if value is None else f'{value:#.3g}':>9}" for value in values))
-    return "\n".join(lines)

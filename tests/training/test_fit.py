@@ -86,21 +86,6 @@ def test_wandb_gets_the_scalars(store, tmp_path, monkeypatch):
     assert {"train/loss", "val/loss", "val/tau_tree", "val_drift_l2/depth_1", "trainer/global_step"} <= logged.keys()
 
 
-@pytest.mark.parametrize("name", ["CSVLogger", None])
-def test_a_tilde_is_the_home_folder_for_all_that_a_training_writes(store, tmp_path, monkeypatch, name):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    logger = {"class_path": name, "init_args": {"save_dir": "~/runs", "name": "a", "version": ""}}
-    where = {"logger": [logger]} if name else {"logger": False, "default_root_dir": "~/runs/a"}
-    fit(CPU, cut(store, **where))
-    assert [path.name for path in tmp_path.iterdir()] == ["home"]
-    last = "home/runs/a/checkpoints/last.ckpt"
-    places = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
-    assert {last, "home/runs/a/draft-last", "home/runs/a/config.yaml"} <= places
-    fit(CPU, cut(store, **where), {"trainer": {"max_steps": 2}, "ckpt_path": last.replace("home", "~", 1)})
-    assert torch.load(tmp_path / last, weights_only=True)["global_step"] == 2
-
-
 @pytest.mark.parametrize("epochs", [1, -1])
 def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, monkeypatch, recwarn, epochs):
     monkeypatch.chdir(tmp_path)
