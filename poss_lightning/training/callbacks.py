@@ -16,8 +16,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from poss_lightning.features.stream import Batch
 from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.training.flops import step_flops
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.plan import step_flops
 from poss_lightning.training.run_folder import LAST, check_trainer_folder, folder_of
 from poss_lightning.training.stopping import Stop
 from poss_lightning.training.strategies import save_draft
@@ -105,46 +105,37 @@ class ValidateFirst(lightning.Callback):
 
 
 class StepBar(TQDMProgressBar):
-    """Lightning's bar over the steps of the whole training, in place of an epoch's batches."""
+    """Shows the steps of the whole training, not an epoch's batches: a bar, or lines where stdout is no terminal."""
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self.lines = trainer.is_global_zero and logger.isEnabledFor(logging.INFO) and not sys.stdout.isatty()
+        if self.lines:
+            self.disable()
 
     def on_train_start(self, trainer: lightning.Trainer, *_) -> None:
         super().on_train_start()
-        bar = self.train_progress_bar
-        bar.reset(total=int(trainer.estimated_stepping_batches))
-        bar.n = bar.initial = trainer.global_step
+        bar, total = self.train_progress_bar, int(trainer.estimated_stepping_batches)
+        bar.reset(total=total)
+        bar.n = bar.initial = self.first = self.printed = trainer.global_step
         bar.set_description("Steps")
+        self.started = time.monotonic()
+        if self.lines:
+            logger.info("step %d of %d: training begins", self.first, total)
 
     def on_train_epoch_start(self, *_) -> None:
         """Keep counting across epochs."""
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module, outputs, batch: Batch, batch_idx: int) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, trainer.global_step - 1)
-
-
-class StepLines(lightning.Callback):
-    """Logs a line every `log_every_n_steps`, in place of the progress bar, where stdout is not a terminal."""
-
-    def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        bar = trainer.progress_bar_callback
-        if bar is not None and logger.isEnabledFor(logging.INFO) and not sys.stdout.isatty():
-            bar.disable()
-
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.started, self.first, self.printed = time.monotonic(), trainer.global_step, trainer.global_step
-        if not sys.stdout.isatty() and trainer.is_global_zero:
-            logger.info("step %d of %d: training begins", self.first, int(trainer.estimated_stepping_batches))
-
-    def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
-        step = trainer.global_step
-        every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if sys.stdout.isatty() or not trainer.is_global_zero or not every or step < self.printed + every:
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch: Batch, batch_idx: int) -> None:
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, step - 1)
+        if not self.lines or not every or step < self.printed + every:
             return
         self.printed = step
         loss = trainer.callback_metrics.get("train/loss")
         rate = (step - self.first) / (time.monotonic() - self.started)
-        total = int(trainer.estimated_stepping_batches)
         shown = "" if loss is None else f": loss {float(loss):.3f}"
-        logger.info("step %d of %d%s, %.2f steps/s", step, total, shown, rate)
+        logger.info("step %d of %d%s, %.2f steps/s", step, int(trainer.estimated_stepping_batches), shown, rate)
 
 
 class LastCheckpoint(Checkpoint):

@@ -24,7 +24,7 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed
-from poss_lightning.training.callbacks import StepBar, StepLines
+from poss_lightning.training.callbacks import StepBar
 from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import (
@@ -75,7 +75,6 @@ class Training(LightningCLI):
                     parser_kwargs=parser | dict.fromkeys(COMMANDS, subparser),
                     save_config_callback=_SaveConfig,
                     save_config_kwargs={"overwrite": True},
-                    trainer_defaults={"callbacks": [StepLines()]},
                     auto_configure_optimizers=False,  # the module makes its own, and their schedule
                 )
         except SystemExit as ended:  # Lightning's, also of Ctrl-C, which should end a sweep, too

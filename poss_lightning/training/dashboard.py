@@ -14,11 +14,11 @@ from torch.utils.tensorboard.summary import hparams
 from poss_lightning import plots
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.metrics import BINS
-from poss_lightning.training.flops import count_parameters
 from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.plan import count_parameters
 
 COLUMNS = ("val/tau_tree", "val/tau_chain", "val/loss")  # scalars in the table of runs, besides pos-acc in trees
-ARGUMENTS = ("optimizer", "learning_rate", "warmup", "weight_decay", "gamma", "mean_over")  # of the module
+HIDDEN = ("target", "store", "depth", "chunk", "betas")  # hyperparameters that no run is looked up by
 KINDS = ("unroll", "chain", "tree")  # of pos-acc
 DRIFT = {"cosine (1 is none)": "val_drift_cosine", "relative L2 (0 is none)": "val_drift_l2"}
 
@@ -169,28 +169,15 @@ def _draw(drawn: Mapping[str, Mapping[int, plots.Value]], depth: int, title: str
 
 
 def collect_hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) -> dict[str, str | float]:
-    """All hyperparameters of a run, defaults included: TensorBoard takes its columns from any one run."""
-    config, data, options = training.draft.config, trainer.datamodule, training.hparams  # pyright: ignore[reportAttributeAccessIssue]
-    values = {
-        "allocation": str(list(config.allocation)),
-        "detach": str(config.detach),
-        "kv": config.kv,
-        "kind": config.kind,
-        "layers": config.layer_count,
-        "anchors": options["anchors"] or "all",
-        "intermediate_size": config.intermediate_size or config.target.intermediate_size,
-        "vocabulary_size": config.vocabulary_size or config.target.vocab_size,
-        "parameters": count_parameters(config),
-        "start_from": options["start_from"] or "random weights",
-        "steps": trainer.estimated_stepping_batches,
-        "loss": ", ".join(f"{name} {weight:g}" for name, weight in training.loss_weights.items()),
-        "slot_weights": options["slot_weights"] or "all alike",
-        "normalise": str(options["normalise"]),
-    }
+    """Return all hyperparameters of a run, defaults included: TensorBoard takes its columns from any one run."""
+    config, data = training.draft.config, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
+    values = vars(config) | training.hparams | {"allocation": list(config.allocation), "loss": training.loss_weights}
+    values |= {"parameters": count_parameters(config), "steps": trainer.estimated_stepping_batches}
     if isinstance(data, FeatureData):
         tokens = data.batch_tokens * trainer.world_size * trainer.accumulate_grad_batches
         values |= {"conversations": len(data.train), "step_tokens": tokens, "noise": data.noise}
-    return values | {name: options[name] for name in ARGUMENTS}
+    shown = {name: value for name, value in values.items() if name not in HIDDEN}
+    return {name: value if type(value) in (int, float, str) else str(value) for name, value in shown.items()}
 
 
 def _log_all_but_epoch(log: Callable[..., None], metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -131,9 +131,7 @@ def load_checkpoint(path: Path) -> dict:
         FileNotFoundError: there is no such file.
         ValueError: it is not a checkpoint of `poss fit`.
     """
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder; give a .ckpt file that `poss fit` wrote, as checkpoints/last.ckpt")
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with announced(f"reading {path}"):

@@ -10,17 +10,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
-from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.texts import SampleSource, warn_of_training
-from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights, pass_losses, slots_that_count
+from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights
 from poss_lightning.losses.slot_weights import dpace, draw_chains
-from poss_lightning.machine import check_kernel_tools, send
+from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers
 from poss_lightning.training.optimizers import (
@@ -28,19 +26,20 @@ from poss_lightning.training.optimizers import (
     check_precision,
     check_trainer,
     make_optimizer,
-    runs_fused,
+    restore_fused,
     schedule_rate,
 )
-from poss_lightning.training.resume import (
+from poss_lightning.training.start import (
+    Source,
+    begin_draft,
     check_same_draft,
     check_same_optimizer,
     continue_schedule,
     epoch_steps,
     restore_schedule,
 )
-from poss_lightning.training.start import Source, begin_draft, check_reach, choose_vocabulary, inherited
 from poss_lightning.training.strategies import DeepSpeed
-from poss_lightning.training.validation import ValidationMetrics
+from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, slot_counts, unrolled_losses
 
 REPLAY = "poss_lightning.evaluation.probe.Replay"  # by its name, as it is on a higher level
 
@@ -110,16 +109,11 @@ class SpecialistTraining(lightning.LightningModule):
         features = FeatureStore(store) if isinstance(store, str | list) else store
         if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
-        start = load_draft(start_from) if start_from else None
-        vocabulary = choose_vocabulary(features, options.vocabulary_size, start)
-        size = None if vocabulary is None else len(vocabulary)
-        config = options.config_for(features.target, vocabulary_size=size, **inherited(start, options.kind))
-        check_reach(config, anchors)
+        self.draft, self.embed_head = begin_draft(features, options, start_from, normalise, anchors)
+        config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
         self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
         check_weights(self.loss_weights, config.predicts_feature)
         self.guard = NormGuard()
-        self.aux_layers, features = config.aux_layers, features.select(config.aux_layers)
-        self.draft, self.embed_head = begin_draft(config, features, vocabulary, start, normalise)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
         self.eval_depth = max(config.depth, sum(config.allocation))  # as deep as decoding
@@ -141,14 +135,8 @@ class SpecialistTraining(lightning.LightningModule):
         """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for this GPU, the precision is of 16 bits alone, or the module
-                was compiled.
+            ValueError: attention cannot be compiled for this GPU, or the precision is of 16 bits alone.
         """
-        if self._compiler_ctx is not None:
-            raise ValueError(
-                "the module was given to torch.compile, which compiles a step anew for batch after batch: make it "
-                "again, and train it as it is; on a GPU its attention is compiled"
-            )
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
         check_precision(precision := self.trainer.precision)
@@ -180,9 +168,9 @@ class SpecialistTraining(lightning.LightningModule):
         pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
         seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
         most = self.hparams["anchors"]
-        chains = None if most is None else draw_chains(_slot_counts(batch) > 0, most, seed)
-        slot_weights = dpace if self.hparams["slot_weights"] else None
-        losses, _ = self._losses(batch, depth, pass_weights, slot_weights, logs, chains)
+        chains = None if most is None else draw_chains(slot_counts(batch) > 0, most, seed)
+        options = {"slot_weights": dpace if self.hparams["slot_weights"] else None, "find_top": logs, "chains": chains}
+        losses, _ = self._losses(batch, depth, pass_weights=pass_weights, **options)
         means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
         self.guard.ids += batch.ids
         if logs and any(batch.spans):  # not one that only fills up the step
@@ -194,7 +182,7 @@ class SpecialistTraining(lightning.LightningModule):
             for name in self.logged_terms:
                 self.log_by_depth(f"train_{name}_loss", losses.by_term[name] / losses.slots)
             acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)  # of this process
-            acceptance.update(**self._unrolled(batch, losses, chains))
+            acceptance.update(**acceptance_inputs(self.draft, batch, losses, chains))
             self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
         return losses.total
 
@@ -242,7 +230,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int = 0) -> None:
         losses, predictions = self._losses(batch, self.eval_depth)
-        self.val_metrics.update(losses, predictions, batch, self._unrolled(batch, losses))
+        self.val_metrics.update(losses, predictions, batch, acceptance_inputs(self.draft, batch, losses))
 
     def on_validation_start(self) -> None:
         self.guard.check()
@@ -257,15 +245,11 @@ class SpecialistTraining(lightning.LightningModule):
             self.log_by_depth(f"{self.stage}_{name}", values)
         self.val_metrics.reset()
 
-    def test_step(self, batch: Batch, batch_idx: int = 0) -> None:
-        self.validation_step(batch)
-
     def on_test_start(self) -> None:
         if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
             self._warn_of_training(data.other_stores["test"], range(len(data.other_stores["test"])))
 
-    def on_test_epoch_end(self) -> None:
-        self.on_validation_epoch_end()
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
     @property
     def stage(self) -> str:
@@ -288,70 +272,22 @@ class SpecialistTraining(lightning.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_same_draft(checkpoint, self.draft.config)
         self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
-        if self._trainer is not None:
-            if self.trainer.state.fn == "fit":
-                check_same_optimizer(checkpoint, self.hparams)
-                for group in (group for each in checkpoint["optimizer_states"] for group in each["param_groups"]):
-                    group["fused"] = runs_fused(self.trainer) or None  # of this device, not of the checkpoint's
+        if self._trainer is not None and self.trainer.state.fn == "fit":
+            check_same_optimizer(checkpoint, self.hparams)
+            restore_fused(checkpoint, self.trainer)
             restore_schedule(self.trainer, checkpoint)
 
     # --- shared by training and validation ---
 
-    def _losses(
-        self,
-        batch: Batch,
-        depth: int,
-        pass_weights: Tensor | None = None,
-        slot_weights: Callable[[Tensor, Tensor], Tensor] | None = None,
-        find_top: bool = True,
-        chains: Tensor | None = None,
-    ) -> tuple[PassLosses, list[Tensor]]:
-        """Compute the losses of `depth` unrolled passes, and K predictions (B, T-1, D).
-
-        There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}. The weights of
-        `chains` are on the host.
-        """
-        torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight at each use, and keeps all copies
-        draft, counts = self.draft, batch.counts[:, :-1]
-        embedded = self.embed_head.embed(batch.tokens[:, 1:])
-        inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
-        packing = Packing(batch.lengths, batch.positions[:, :-1])
-        begins, counting = (
-            send(slots_that_count(_slot_counts(batch), passes, chains), self.device) for passes in (1, depth)
-        )
-        predictions = draft(embedded, inputs, depth, packing, begins)
-        if draft.config.own_head:  # as published, no loss where the head has no row for the target's token
-            counts = counts * self.embed_head.has_row(batch.greedy[:, 1:])
-        losses = pass_losses(
-            [draft.head_input(prediction) for prediction in predictions],
-            batch.features[:, 1:],
-            counts,
-            self.embed_head.head,
-            weights=self.loss_weights,
-            slot_weights=slot_weights,
-            chunk=self.hparams["chunk"],
-            find_top=find_top,
-            scale=self.embed_head.scale,
-            cap=self.embed_head.cap,
-            draft_head=draft.lm_head.weight if draft.config.own_head else None,
-            pass_weights=pass_weights,
-            chains=None if chains is None else send(chains, self.device),
-            counting=counting,
-        )
+    def _losses(self, batch: Batch, depth: int, **options: Any) -> tuple[PassLosses, list[Tensor]]:
+        """Compute losses and predictions as `unrolled_losses`, with the losses of a subclass."""
+        loss = {"weights": self.loss_weights, "chunk": self.hparams["chunk"]}
+        losses, predictions = unrolled_losses(self.draft, self.embed_head, batch, depth, **loss, **options)
         if "extra" in self.logged_terms:
             extra = self.extra_losses(predictions, batch)
-            losses = losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
+            extra = torch.zeros_like(losses.weighted) if extra is None else extra
+            losses = losses.plus(extra, options.get("pass_weights"))
         return losses, predictions
-
-    def _unrolled(self, batch: Batch, losses: PassLosses, chains: Tensor | None = None) -> dict[str, Any]:
-        """Return arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
-        return {
-            "proposals": self.draft.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
-            "greedy": batch.greedy[:, 1:-1],
-            "text": batch.tokens[:, 2:],
-            "counts": batch.counts[:, :-2],
-            "begins": None if chains is None else chains[:, :-1].to(self.device) > 0,
-        }
 
     def _sum_passes(self, means: Tensor) -> Tensor:
         """L = Σ_k γ^{k-1} L_k of means (K,)."""
@@ -366,8 +302,3 @@ class SpecialistTraining(lightning.LightningModule):
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
         named["mean"] = values.nanmean()
         self.log_dict({f"{name}/{place}": value for place, value in named.items() if not value.isnan()})
-
-
-def _slot_counts(batch: Batch) -> Tensor:
-    """Count the passes at each slot, on the host: (B, T-1)"""
-    return torch.from_numpy(batch.host_counts[:, :-1])

@@ -1,11 +1,12 @@
 """The optimizer of a draft, the schedule of its learning rate, and a guard against gradients that are not finite."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.specialists import Specialists
-from poss_lightning.training.muon import UNDIVIDED, Muon
 from poss_lightning.training.strategies import DeepSpeed
 
 MAX_NAMED = 64  # conversations in a message
+UNDIVIDED = "optimizer is muon, which needs whole matrices on every process: take adamw, or ddp"
 
 
 def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
@@ -38,6 +39,12 @@ def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: ligh
 def runs_fused(trainer: lightning.Trainer) -> bool:
     """Return whether AdamW updates all weights in one kernel: on a GPU, unless DeepSpeed divides its state."""
     return trainer.strategy.root_device.type not in ("cpu", "mps") and not isinstance(trainer.strategy, DeepSpeed)
+
+
+def restore_fused(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> None:
+    """Let AdamW resume with the kernel of this device, not of the checkpoint's."""
+    for group in (group for each in checkpoint["optimizer_states"] for group in each["param_groups"]):
+        group["fused"] = runs_fused(trainer) or None
 
 
 def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
@@ -82,6 +89,72 @@ def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Traine
         )
     rise = max(1, round(warmup * total))
     return LambdaLR(optimizer, lambda step: min((step + 1) / rise, max(total - step, 0) / max(total - rise, 1)))
+
+
+class Muon(torch.optim.Optimizer):
+    """`torch.optim.Muon` for matrices, and AdamW for vectors and heads, as one optimizer.
+
+    Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) is momentum whose steps are orthogonal matrices. The
+    gradient of a draft's matrix has a few large singular values, from the few large dimensions of the features, so a
+    step along it learns the other directions slowly. Muon's step has the same length in all directions, that of a usual
+    step of AdamW (2502.16982), so one learning rate fits both. AdamW takes vectors and, as usual, heads: their rows are
+    tokens, many of them rare, whose steps should not have the same length.
+
+    Args:
+        params: undivided parameters.
+        lr, weight_decay: of both.
+        heads: matrices among `params` that AdamW takes.
+        rank, world: of the processes that have the same parameters and gradients, and share the work of a step.
+        adamw: other arguments of AdamW.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        weight_decay: float = 0.0,
+        heads: Sequence[Tensor] = (),
+        rank: int = 0,
+        world: int = 1,
+        **adamw,
+    ):
+        self.rank, self.world = rank, world
+        params, head_ids = list(params), {id(head) for head in heads}
+        matrices = [p for p in params if p.ndim == 2 and id(p) not in head_ids]
+        others = [p for p in params if p.ndim != 2 or id(p) in head_ids]
+        self.adamw = torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay, **adamw)
+        self.muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        super().__init__([*self.adamw.param_groups, *self.muon.param_groups], {})
+
+    def step(self, closure: Callable | None = None) -> Tensor | None:
+        """One step; see `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:  # it clips the gradients of all groups
+            with torch.enable_grad():
+                loss = closure()
+        vectors, matrices = self.param_groups  # a checkpoint that was loaded has replaced groups and state
+        self.adamw.state = self.muon.state = self.state
+        self.adamw.param_groups = [vectors]
+        self.adamw.step()
+        self._step_matrices(matrices)
+        return loss
+
+    @torch.no_grad()
+    def _step_matrices(self, group: dict) -> None:
+        """Take the steps of every `world`-th matrix, and send these matrices to the other processes."""
+        matrices = [p for p in group["params"] if p.grad is not None]
+        matrices.sort(key=lambda p: min(p.shape) * (2 * p.numel() + min(p.shape) ** 2), reverse=True)  # by FLOPs
+        self.muon.param_groups = [group | {"params": matrices[self.rank :: self.world]}]
+        self.muon.step()
+        sent = []
+        for i, p in enumerate(matrices if self.world > 1 else []):
+            if (owner := i % self.world) != self.rank:
+                if not (state := self.state[p]):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])  # as any process may write a checkpoint
+            sent.append(dist.broadcast(p, owner, async_op=True))
+        for work in sent:
+            work.wait()  # pyright: ignore[reportOptionalMemberAccess] every process is in the group
 
 
 class NormGuard:

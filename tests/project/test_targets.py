@@ -12,8 +12,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.sweep import Cell, Sweep
 from poss_lightning.target.masks import layer_windows
-from poss_lightning.training.flops import count_parameters, count_specialist_parameters
-from poss_lightning.training.plan import TARGETS, token_bytes
+from poss_lightning.training.plan import TARGETS, count_parameters, count_specialist_parameters, token_bytes
 from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 

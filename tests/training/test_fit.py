@@ -123,6 +123,7 @@ def test_a_log_file_gets_a_line_every_so_many_steps_and_of_0_none(store, caplog,
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
     trainer = {"logger": logger, "callbacks": None, "log_every_n_steps": every, "max_steps": 4}
+    trainer["enable_progress_bar"] = None
     fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 64}})
     first, *lines = [words for words in caplog.messages if words.startswith("step ")]
     assert first == "step 0 of 4: training begins"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning.training.muon import Muon
+from poss_lightning.training.optimizers import Muon
 from tests.support.processes import forked
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]

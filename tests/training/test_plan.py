@@ -12,9 +12,18 @@ from torch.utils.flop_counter import FlopCounterMode
 from poss_lightning import cli
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.losses.passes import pass_losses, slots_that_count
-from poss_lightning.training.flops import count_parameters, step_flops
 from poss_lightning.training.optimizers import make_optimizer
-from poss_lightning.training.plan import GIB, SIZE_FIELDS, TARGETS, find_target, moment_bytes, state_bytes, token_bytes
+from poss_lightning.training.plan import (
+    GIB,
+    SIZE_FIELDS,
+    TARGETS,
+    count_parameters,
+    find_target,
+    moment_bytes,
+    state_bytes,
+    step_flops,
+    token_bytes,
+)
 from tests.support.tiny import tiny_draft
 
 LLAMA = DraftConfig(target=TARGETS["llama-3-8b"], allocation=(2, 2, 2), depth=6)

@@ -28,7 +28,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.features.writing import tokenize
 from poss_lightning.target.model import Target
-from poss_lightning.training.callbacks import StepBar, StepLines, Throughput
+from poss_lightning.training.callbacks import StepBar, Throughput
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.pretended import PretendedDevice
@@ -112,7 +112,7 @@ def fit(stores, train, tmp_path):
             log_every_n_steps=3,
             val_check_interval=6,
             limit_val_batches=1,
-            callbacks=[Replay(answers=1), Throughput(), StepBar(), StepLines(), Dashboard(), watch],
+            callbacks=[Replay(answers=1), Throughput(), StepBar(), Dashboard(), watch],
             plugins=plugins,
             logger=TensorBoardLogger(tmp_path, version="host" if where is None else "device"),
             enable_progress_bar=True,

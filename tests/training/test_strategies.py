@@ -21,7 +21,7 @@ from poss_lightning.features.stream import collate
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.export import export
 from poss_lightning.training.fit import command_line
-from poss_lightning.training.flops import count_parameters
+from poss_lightning.training.plan import count_parameters
 from poss_lightning.training.strategies import DeepSpeed, StreamedCheckpointIO, prepare
 from tests.support import ranks
 from tests.support.processes import forked, needs_deepspeed

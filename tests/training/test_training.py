@@ -22,7 +22,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint, Throughput
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.muon import Muon
+from poss_lightning.training.optimizers import Muon
 from tests.support import naive
 from tests.support.decoders import speculate, tokens_of
 from tests.support.ranks import QUIET
