@@ -34,7 +34,7 @@ from tests.support.tiny import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 
-CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders", "init_args": {"monitor": "val/loss"}}
+CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders"}
 TRAINER = writers.TRAINER | {"max_steps": 2, "devices": 1, "callbacks": [CALLBACK], "enable_model_summary": False}
 ONE = {"one": {"model": {"allocation": [2]}}}
 

@@ -22,25 +22,16 @@ from poss_lightning.training.run_folder import LAST, check_trainer_folder, folde
 from poss_lightning.training.stopping import Stop
 from poss_lightning.training.strategies import save_draft
 
+TAU = "val/tau_tree"  # of trees on held-out answers, which `Replay` logs
 CHECKPOINT_STEPS, GPU_CHECKPOINT_STEPS = 200, 2000  # between two checkpoints
 
 logger = logging.getLogger(__name__)
 
 
 class DraftFolders(lightning.Callback):
-    """Writes `draft-last/` after every validation and at the end, and `draft-best/` when `monitor` improves.
+    """Writes `draft-last/` into the run's folder after every validation and at the end, `draft-best/` when τ rises."""
 
-    Both are in the folder of the run.
-
-    Args:
-        monitor: logged value that decides which draft is best; by default τ of trees on held-out answers (`Replay`).
-        mode: "max" or "min".
-    """
-
-    def __init__(self, monitor: str = "val/tau_tree", mode: str = "max"):
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode is {mode!r}; it must be max or min")
-        self.monitor, self.sign = monitor, 1 if mode == "max" else -1
+    def __init__(self):
         self.best, self.validated = -math.inf, False
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
@@ -55,19 +46,17 @@ class DraftFolders(lightning.Callback):
         self.validated = True
         self._save(trainer, pl_module, "draft-last")
         logged = trainer.callback_metrics
-        value = logged.get(self.monitor)
-        if value is None or math.isnan(value):
-            rank_zero_warn(f"nothing was logged as {self.monitor!r}, so no draft-best is written")
+        tau = float(logged.get(TAU, math.nan))
+        if math.isnan(tau):
+            rank_zero_warn(f"nothing was logged as {TAU!r}, so no draft-best is written")
             return
-        score = trainer.strategy.broadcast(self.sign * float(value))  # processes may differ by rounding, and all save
-        if improves := score > self.best:
-            self.best = score
+        tau = trainer.strategy.broadcast(tau)  # processes may differ by rounding, and all save
+        if improves := tau > self.best:
+            self.best = tau
             self._save(trainer, pl_module, "draft-best")
         if trainer.is_global_zero:
-            line = f"step {trainer.global_step}: {self.monitor} {float(value):#.3g}" + " (best)" * improves
-            if "val/loss" in logged.keys() - {self.monitor}:
-                line += f", val/loss {float(logged['val/loss']):#.3g}"
-            logger.info(line + " → draft-best" * improves)
+            line = f"step {trainer.global_step}: {TAU} {tau:#.3g}" + " (best)" * improves
+            logger.info(line + f", val/loss {float(logged['val/loss']):#.3g}" + " → draft-best" * improves)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]

@@ -47,11 +47,6 @@ def fit(*layers: Layer) -> None:
     Training("fit", command_line(*layers))
 
 
-def validate(*layers: Layer) -> None:
-    """Losses, pos-acc and drift of a checkpoint on the held-out conversations, by depth. Raises as `fit` does."""
-    Training("validate", command_line(*layers))
-
-
 def command_line(*layers: Layer) -> list[str]:
     """Return the arguments of `poss fit` for these layers; a mapping becomes YAML in the line itself."""
     given = (

@@ -32,7 +32,7 @@ def extracted(folder, conversations: list[Conversation], **sizes) -> str:
 
 def train(store: str, folder, **options) -> FeatureData:
     """A step."""
-    kept = [DraftFolders("val/loss", "min"), ModelCheckpoint(folder, save_last=True)]
+    kept = [DraftFolders(), ModelCheckpoint(folder, save_last=True)]
     model = {"allocation": [2], **options}
     _, trainer, _ = fit(store, folder, max_steps=1, limit_val_batches=1, callbacks=kept, model=model)
     return trainer.datamodule

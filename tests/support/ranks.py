@@ -113,7 +113,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             default_root_dir=folder,
             callbacks=[
                 reductions,
-                DraftFolders("val/loss", "min"),
+                DraftFolders(),
                 ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
             ],
             **QUIET,

@@ -14,7 +14,8 @@ import yaml
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
-from poss_lightning.training.fit import fit, fit_once, validate
+from poss_lightning.training.command import Training
+from poss_lightning.training.fit import command_line, fit, fit_once
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.optimizers import check_precision
 from poss_lightning.training.run_folder import FINISHED
@@ -48,7 +49,7 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatc
     def warned(**data) -> list[str]:
         with warnings.catch_warnings(record=True) as heard, unchanged(tmp_path):
             warnings.simplefilter("always")
-            validate(CPU, options, logs, last, {"data": data})
+            Training("validate", command_line(CPU, options, logs, last, {"data": data}))
         return [words for each in heard if "trained on" in (words := str(each.message))]
 
     shutil.copytree(store, tmp_path / "other")  # the same texts, in another place
