@@ -74,12 +74,6 @@ class Sampling:
             logits = logits.masked_fill(logits < floor, -torch.inf)
         return logits
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """The distribution of the draw: (..., V) -> (..., V) float32. At temperature 0 one token has probability 1."""
-        if self.temperature == 0:
-            return torch.nn.functional.one_hot(argmax(logits), logits.shape[-1]).float()
-        return (self.filter(logits.float(), self.temperature) / self.temperature).softmax(-1)
-
 
 GREEDY = Sampling()
 

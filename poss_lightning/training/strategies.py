@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.types import _PATH
@@ -104,9 +104,7 @@ class StreamedCheckpointIO(TorchCheckpointIO):
             torch.save(checkpoint, temporary)
 
     def load_checkpoint(self, path: _PATH, map_location: Any = "cpu", weights_only: bool | None = None) -> dict:
-        """Map a local file into memory, of which the processes of a machine then share one copy."""
-        if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+        """Map the file into memory, of which the processes of a machine then share one copy."""
         return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
 
 
@@ -121,7 +119,7 @@ class DeepSpeed(DeepSpeedStrategy):
         offload_parameters: keep the weights on the CPU until they are used (stage 3).
 
     Raises:
-        ValueError: an unknown stage, or offload_parameters below stage 3.
+        ValueError: offload_parameters below stage 3.
     """
 
     lightning_module: Any  # a `SpecialistTraining`; Lightning's types of all four are optional
@@ -129,9 +127,9 @@ class DeepSpeed(DeepSpeedStrategy):
     model: Any  # a DeepSpeedEngine
     config: dict[str, Any]
 
-    def __init__(self, stage: int = 2, offload_optimizer: bool = False, offload_parameters: bool = False) -> None:
-        if stage not in (1, 2, 3):
-            raise ValueError(f"stage is {stage}; ZeRO's stages are 1, 2 and 3")
+    def __init__(
+        self, stage: Literal[1, 2, 3] = 2, offload_optimizer: bool = False, offload_parameters: bool = False
+    ) -> None:
         if offload_parameters and stage != 3:
             raise ValueError(f"offload_parameters is true at stage {stage}; only stage 3 divides the weights")
         super().__init__(
