@@ -130,14 +130,11 @@ def timed(work: Callable[[], object], device: str | torch.device = "cpu") -> flo
     return time.perf_counter() - start
 
 
-def free_bytes(device: str | torch.device) -> int | None:
-    """Free bytes of a CUDA GPU, or all bytes of this machine's memory; None if the system does not say."""
-    kind = torch.device(device).type
-    if kind == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if kind == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return None
+def memory_bytes() -> int | None:
+    """All bytes of this machine's memory; None if the system does not say."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

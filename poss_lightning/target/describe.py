@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from poss_lightning.machine import free_bytes
+from poss_lightning.machine import memory_bytes
 from poss_lightning.prepack import prepack
 from poss_lightning.target.grouped_attention import GROUPED
 from poss_lightning.target.masks import FULL
@@ -52,7 +52,7 @@ def decoding_copy(model: PreTrainedModel) -> Any:
     for module in copied.modules():
         if hasattr(module, "rope_type"):
             module.rope_type = _without_dynamic(module.rope_type)
-    if 3 * sum(weight.nbytes for weight in model.parameters()) < (free_bytes("cpu") or 0):
+    if 3 * sum(weight.nbytes for weight in model.parameters()) < (memory_bytes() or 0):
         prepack(copied)  # a layout takes as much memory again
     return copied
 

@@ -32,9 +32,10 @@ def place_training(options: Any) -> None:
     trainer, name, resumed = options.trainer, options.name, Path(os.path.abspath(options.ckpt_path or ""))
     options.name = None  # config.yaml has it as the logger's
     if name is None and resumed.parent.name != LAST.parent.name:
-        if trainer.logger not in (None, True) or not SLURMEnvironment.detect():
+        job = os.environ.get("SLURM_JOB_ID") if SLURMEnvironment.detect() else None
+        if not job or trainer.logger not in (None, True):
             return
-        name = f"slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
+        name = f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
     if trainer.logger in (None, True):
         place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
         trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
