@@ -89,8 +89,8 @@ class Accelerator(CPUAccelerator):
 
 @pytest.fixture
 def fit(stores, train, tmp_path):
-    def run(kind: str, where: PretendedDevice | None, plugins=None, **changes):
-        """Four steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
+    def run(kind: str, where: PretendedDevice | None, plugins=None, steps: int = 4, **changes):
+        """Steps of two batches each on a device, or on the host; weights, last losses, waits of each batch."""
         lightning.seed_everything(0, verbose=False)
         module = SpecialistTraining(stores[kind], **MODEL | OPTIONS[kind] | changes)
         waits: list[list[str]] = []  # from the start of a batch to that of the next
@@ -103,14 +103,14 @@ def fit(stores, train, tmp_path):
         watch = LambdaCallback(on_train_batch_start=begin)
         trainer = train(
             module,
-            FeatureData(stores[kind], batch_tokens=256, validation=0.2, noise=0.0),
-            max_steps=4,
+            FeatureData(stores[kind], batch_tokens=128, validation=0.2, noise=0.0),
+            max_steps=steps,
             accelerator="auto",
             strategy=SingleDeviceStrategy(DEVICE if where else torch.device("cpu"), Accelerator()),
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
             log_every_n_steps=3,
-            val_check_interval=6,
+            val_check_interval=min(6, 2 * steps),
             limit_val_batches=1,
             callbacks=[Replay(answers=1), Throughput(), StepBar(), Dashboard(), watch],
             plugins=plugins,
@@ -148,8 +148,8 @@ def test_steps_are_the_hosts_and_wait_for_nothing_until_they_are_logged(device, 
 @pytest.mark.usefixtures("short_replays")
 def test_autocast_of_cuda_takes_all_dtypes(device, fit):
     """It rounds other operations than the CPU's: no product mixes dtypes, and the loss is nearly the same."""
-    _, exact, _ = fit("eagle3", None)
-    _, mixed, _ = fit("eagle3", device, plugins=[MixedPrecision("bf16-mixed", "pretend")])
+    _, exact, _ = fit("eagle3", None, steps=1)
+    _, mixed, _ = fit("eagle3", device, plugins=[MixedPrecision("bf16-mixed", "pretend")], steps=1)
     assert mixed["val/loss"].item() == pytest.approx(exact["val/loss"].item(), rel=0.02)
 
 
