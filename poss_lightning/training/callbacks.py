@@ -116,7 +116,7 @@ class StepBar(TQDMProgressBar):
         """Keep counting across epochs."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch: Batch, batch_idx: int) -> None:
-        step, every = trainer.global_step, trainer.log_every_n_steps
+        step, every = trainer.global_step, trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         super().on_train_batch_end(trainer, pl_module, outputs, batch, step - 1)
         if not self.lines or not every or step < self.printed + every:
             return

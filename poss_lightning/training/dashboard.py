@@ -171,7 +171,8 @@ def _draw(drawn: Mapping[str, Mapping[int, plots.Value]], depth: int, title: str
 def collect_hyperparameters(trainer: lightning.Trainer, training: SpecialistTraining) -> dict[str, str | float]:
     """Return all hyperparameters of a run, defaults included: TensorBoard takes its columns from any one run."""
     config, data = training.draft.config, trainer.datamodule  # pyright: ignore[reportAttributeAccessIssue]
-    values = vars(config) | training.hparams | {"allocation": list(config.allocation), "loss": training.loss_weights}
+    values = {**vars(config), **training.hparams}
+    values |= {"allocation": list(config.allocation), "loss": training.loss_weights}
     values |= {"parameters": count_parameters(config), "steps": trainer.estimated_stepping_batches}
     if isinstance(data, FeatureData):
         tokens = data.batch_tokens * trainer.world_size * trainer.accumulate_grad_batches
