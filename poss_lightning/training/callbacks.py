@@ -32,7 +32,7 @@ class DraftFolders(lightning.Callback):
     """Writes `draft-last/` into the run's folder after every validation and at the end, `draft-best/` when τ rises."""
 
     def __init__(self):
-        self.best, self.validated = -math.inf, False
+        self.best = -math.inf
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         """Forget the best score where the folder has no best draft, as in a training that resumes elsewhere."""
@@ -43,7 +43,6 @@ class DraftFolders(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":  # pyright: ignore[reportAttributeAccessIssue]
             return
-        self.validated = True
         self._save(trainer, pl_module, "draft-last")
         logged = trainer.callback_metrics
         tau = float(logged.get(TAU, math.nan))
@@ -69,8 +68,6 @@ class DraftFolders(lightning.Callback):
             draft = best if best.is_dir() else folder / "draft-last"
             target = pl_module.draft.config.target.name
             logger.info('draft written to %s; next: poss generate "Hi" --target %s --draft %s', draft, target, draft)
-        if not self.validated and self.best == -math.inf:
-            rank_zero_warn("no validation ran, so draft-best was not written")
 
     def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
         save_draft(pl_module.draft, folder_of(trainer) / name, writes=trainer.is_global_zero)

@@ -38,8 +38,7 @@ def begin(poss, small):
 
 
 def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, begin, tmp_path):
-    with pytest.warns(UserWarning, match="no validation ran, so draft-best was not written"):
-        assert begin().code is None
+    assert begin().code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
     says(begin(), "fit", f"run holds a training already: resume with --ckpt_path {LAST}, or choose another --name")
