@@ -320,7 +320,7 @@ REFUSED = [
     ({"replay": None}, "give one of replay and benchmark"),
     ({"replay": {"store": "s", "drafts": {"a": "b"}}}, "drafts is among the options of the measure"),
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
-    ({"fit": {"config": ["gone.yaml"]}}, "one, seed 0: conf/gone.yaml"),
+    ({"fit": {"config": ["gone.yaml"]}}, "one, seed 0: gone.yaml: no such file"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
     # what would fail
