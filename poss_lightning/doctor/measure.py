@@ -124,7 +124,7 @@ def engine_acceptance(path: str) -> tuple[float, list[float]]:
     """
     text, sums = Path(path).read_text(), Counter[int]()
     for place, value in COUNTER.findall(text):
-        sums[int(place or -1) + 1] += float(value)
+        sums[int(place or -1) + 1] += int(float(value))
     if sums:
         reached = np.array([sums[place] for place in range(len(sums))])
     elif averages := AVERAGE.findall(text):
