@@ -25,10 +25,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
     (("generate", " "), "the prompt is empty: say something, or - to read it from stdin"),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path, and a draft of random weights: give"),
-    (
-        (*EXTRACT, "out", "--tarrget", "x"),
-        "--tarrget x (poss extract --help tells its options)",
-    ),
+    ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x (poss extract --help tells its options)"),
     ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; see {inputs}/n"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml"),
