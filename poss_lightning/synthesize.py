@@ -82,6 +82,8 @@ def synthesize(
     """
     batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
     options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
+    if not temperature:
+        raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
     user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
     questions = [] if prompts is None else read_suites(prompts, conversations or ALL, strict)

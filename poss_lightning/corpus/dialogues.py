@@ -70,7 +70,10 @@ def read_openings(file: str | None) -> list[str]:
     """Read the non-blank lines of a text file; ValueError if there are none."""
     if file is None:
         return []
-    text = Path(file).read_text(encoding="utf-8-sig")
+    try:
+        text = Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"openings {file} is not UTF-8 text: {error}") from None
     if not (found := [line for line in text.splitlines() if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")
     return found

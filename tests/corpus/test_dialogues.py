@@ -74,9 +74,12 @@ def test_first_messages_continue_the_openings_and_later_ones_do_not(tmp_path, ow
     assert any(own.tokenizer(first).input_ids[: len(tokens)] == tokens for first in firsts)
 
 
-def test_a_file_without_openings_is_refused(tmp_path):
-    (tmp_path / "openings.txt").write_text("\n")
-    with pytest.raises(ValueError, match=r"openings .*openings\.txt is empty; it must hold one text per line"):
+@pytest.mark.parametrize(
+    ("data", "words"), [(b"\n", "is empty; it must hold one text"), (b"\xff", "is not UTF-8 text")]
+)
+def test_a_file_without_openings_is_refused(tmp_path, data, words):
+    (tmp_path / "openings.txt").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"openings .*openings\.txt {words}"):
         dialogues.read_openings(str(tmp_path / "openings.txt"))
 
 
