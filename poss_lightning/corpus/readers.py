@@ -199,8 +199,7 @@ def _alternating(turns: Any) -> Any:
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
     """Return name and value (text or turns) of the field with the one question; "" and None if there is none."""
-    if record.get("history"):
-        raise Malformed("it has 'history' beside a question: give the whole chat as 'messages'")
+    refuse_history(record)
     asked = filled(record, *_ASKED) or ""
     question = as_chat(record.get(asked)) or _one(record, asked)
     for beside in ("input", "context"):
@@ -209,6 +208,12 @@ def question_of(record: dict[str, Any]) -> tuple[str, Any]:
                 raise Malformed(f"{beside!r} must be a text, not {type(more).__name__}")
             question = f"{question}\n\n{more}"
     return asked, question
+
+
+def refuse_history(record: dict[str, Any]) -> None:
+    """Raise Malformed for earlier turns beside a question, which would be left out."""
+    if record.get("history"):
+        raise Malformed("it has 'history' beside a question: give the whole chat as 'messages'")
 
 
 def _one(record: dict[str, Any], key: str) -> Any:

@@ -235,6 +235,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         messages = readers.messages_of({"messages": value if key in readers.CHATS else chat, **systems})
         opening, texts = _split_turns(messages, key)
     else:
+        readers.refuse_history(record)
         texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of texts, none of them blank")

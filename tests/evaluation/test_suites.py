@@ -193,6 +193,7 @@ def test_any_data_set_whose_rows_have_a_form(tmp_path):
     [
         ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
         ([{"turns": ["a", " "]}], r":1: `turns` is \['a', ' '\]; it must be a text, .* none of them blank"),
+        ([{"turns": ["a"], "history": [["b", "c"]]}], ":1: it has 'history' beside a question: give"),
         ([5], ":1: a record must be an object, not int"),
         ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
         ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
