@@ -19,7 +19,7 @@ from poss_lightning.target import embedded
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
-from poss_lightning.target.grouped_attention import mask_copies
+from poss_lightning.target.grouped_attention import GROUPED, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
@@ -263,6 +263,8 @@ class Target(nn.Module):
     @torch.inference_mode()
     def _check(self) -> None:
         """Raise NotImplementedError if logits, inner layers or features under a mask are not the model's."""
+        if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
+            raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
         with self.without_defaults() as model:
             output = model.base_model(tokens, use_cache=False, output_hidden_states=True)

@@ -189,6 +189,13 @@ def test_attention_that_a_config_names_is_not_fetched_from_the_hub(copy):
     assert Target.load(str(copy), "float32", "cpu").model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_whose_attention_takes_no_mask_of_a_tree_is_told_which_does():
+    model = tiny_model()
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="attends by flex_attention: load it with attn_implementation='sdpa'"):
+        Target(model, tiny_tokenizer(), "mine")
+
+
 def test_transformers_loads_nothing_but_by_the_function_that_runs_no_code():
     """In the syntax trees of the package."""
     loads, found = ("from_pretrained", "from_config", "load_custom_generate"), []
