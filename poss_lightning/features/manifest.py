@@ -69,7 +69,9 @@ class Manifest:
         """Read manifest.json; StoreError if it is missing or not a manifest."""
         path = folder / MANIFEST
         if not path.is_file():
-            raise StoreError(f"{folder} is not a finished feature store: give `poss extract` again")
+            raise StoreError(
+                f"{folder} is not a finished feature store: it has no {MANIFEST}; `poss extract` writes it"
+            )
         return cls.parse(path.read_bytes(), str(path))
 
     @classmethod

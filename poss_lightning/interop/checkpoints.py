@@ -35,10 +35,10 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is not loaded, as it holds more than plain tensors: get a .safetensors file"
+            f"{path} is not loaded, as it is damaged or holds more than plain tensors: get a .safetensors file"
         ) from error
     except (SafetensorError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is damaged, download it again: {str(error).splitlines()[0]}") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
         raise ValueError(f"{path} is not a table of names and tensors")
     return stored

@@ -82,7 +82,7 @@ def to_ours(
     for found, words in ((missing, "is missing"), (unknown, "has no place in this layout")):
         if found:
             others = f" (and {len(found) - 1} more)" if found[1:] else ""
-            raise ValueError(f"{found[0]} {words}{others}")
+            raise ValueError(f"{found[0]} {words}{others}: is it of another --input_format?")
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in make_draft(config, kept).state_dict().items()}
     dtype = tensors["fc.weight"].dtype

@@ -32,7 +32,9 @@ def kill(folder: Path, target: Target) -> None:
 def test_a_killed_run_resumes_and_reads_again_only_what_is_torn(finished, target, tmp_path, monkeypatch):
     """A shard of another size than its receipt says is torn."""
     kill(tmp_path, target)
-    with pytest.raises(StoreError, match="not a finished feature store: give `poss extract` again"):
+    with pytest.raises(
+        StoreError, match=r"not a finished feature store: it has no manifest\.json; `poss extract` writes it"
+    ):
         FeatureStore(tmp_path)
     torn = tmp_path / "shard-00000.arrow"
     whole = {path.name for path in tmp_path.glob("shard-*") if path != torn}

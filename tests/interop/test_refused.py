@@ -89,10 +89,25 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
     ("kind", "file", "damage", "words"),
     [
         ("safetensors", "config.json", Path.unlink, "No such file or directory: "),
-        ("safetensors", "model*", lambda file: file.write_bytes(b"{"), "model.safetensors is damaged: "),
+        (
+            "safetensors",
+            "model*",
+            lambda file: file.write_bytes(b"{"),
+            "model.safetensors is damaged, download it again: ",
+        ),
         ("safetensors shards", "model-00001-*", Path.unlink, "No such file or directory: "),
-        ("bin", "*.bin", lambda file: file.write_bytes(b"version https://git-lfs"), "is not loaded, as it holds more"),
-        ("bin", "*.bin", partial(torch.save, {"fc.weight": Code()}), "bin is not loaded, as it holds more than plain"),
+        (
+            "bin",
+            "*.bin",
+            lambda file: file.write_bytes(b"version https://git-lfs"),
+            "is not loaded, as it is damaged or holds more",
+        ),
+        (
+            "bin",
+            "*.bin",
+            partial(torch.save, {"fc.weight": Code()}),
+            "bin is not loaded, as it is damaged or holds more than plain",
+        ),
         ("bin", "*.bin", partial(torch.save, [1, 2]), "pytorch_model.bin is not a table of names and tensors"),
     ],
 )
