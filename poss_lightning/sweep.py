@@ -197,7 +197,8 @@ class Sweep:
             common, special, options = json.loads(given)
             seeds = {"seed_everything": seed, "data.seed": seed}
             seeds |= {name: value for name, value in (flat(common) | flat(special)).items() if name in seeds}
-            files = [[each] if isinstance(each := own.pop("config", []), str) else each for own in (common, special)]
+            files = [own.pop("config", None) or [] for own in (common, special)]
+            files = [[file] if isinstance(file, str) else file for file in files]
             layers = [*files[0], common, *files[1], special, seeds]
             cells.append(Cell(choice, seed, experiment / f"choice={choice}" / f"seed={seed}", layers, measure, options))
         return cells

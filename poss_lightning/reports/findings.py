@@ -159,8 +159,9 @@ def _check_drafts(runs: Runs) -> None:
 def _check_targets(runs: Runs) -> None:
     """Raise ValueError for runs of several targets; one without its target's fingerprint may be of any."""
     fingerprints = {folder: run.get("config", {}).get("fingerprint") for folder, run in runs.items()}
-    (first, earlier), *others = [*((folder, each) for folder, each in fingerprints.items() if each)] or [("", "")]
-    for folder, fingerprint in others:
+    known = [(folder, str(fingerprint)) for folder, fingerprint in fingerprints.items() if fingerprint]
+    for folder, fingerprint in known[1:]:
+        first, earlier = known[0]
         if not same_weights(earlier, fingerprint):
             raise ValueError(
                 f"{first} was measured on another target than {folder} (fingerprints {earlier} and {fingerprint}); "

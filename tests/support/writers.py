@@ -219,7 +219,7 @@ def resume_fit(folder: Path) -> tuple[str, ...]:
 
 # --- what they leave ---
 
-TIMES = {"started", "resumed", "processes", "costs", "seconds"}
+TIMES = {"started", "resumed", "processes", "seconds"}
 RESUMED = ("global_step", "epoch", "state_dict", "optimizer_states", "lr_schedulers")  # of a checkpoint
 
 
