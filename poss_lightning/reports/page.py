@@ -42,6 +42,7 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
     drafts = {name: facts for run in found.runs.values() for name, facts in run.get("methods", {}).items() if facts}
     methods = pd.DataFrame(drafts).T.rename_axis("method").reset_index().map(str).replace("nan", "")
+    methods = methods.drop(columns="weights", errors="ignore")  # of one training
     page = _template().render(
         title=found.title,
         circumstances=describe_runs(found.runs.values()),
