@@ -53,7 +53,10 @@ def _run_line() -> None:
     if command == "--version":
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
-        sys.exit(f"poss: no command {command!r}; there are {', '.join([*TRAINER, *TOOLS])}")
+        from poss_lightning.configs import near
+
+        known = [*TRAINER, *TOOLS]
+        sys.exit(f"poss: no command {command!r}; there are {', '.join(known)}{near(command, known)}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [LineHandler()]
@@ -91,7 +94,7 @@ def run(command: str, arguments: list[str]) -> None:
         options: dict = {"exit_on_error": False, "allow_abbrev": False}
         jsonargparse.auto_cli(tool, args=arguments, prog=f"poss {command}", as_positional=True, **options)
     except ArgumentError as error:
-        raise explain_option(error, config_files(arguments)) from error
+        raise explain_option(error, jsonargparse.auto_parser(tool), config_files(arguments)) from error
 
 
 class LineHandler(logging.Handler):

@@ -3,6 +3,7 @@
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import jsonargparse
 import yaml
 from pydantic import ValidationError
 
-from poss_lightning.files import find_config
+from poss_lightning.files import conf_names, find_config
 from poss_lightning.ranges import describe_refusal
 
 FLAGS = ("--config", "-c")
-OPTION = re.compile(r"""(?:[Oo]ption|[Kk]ey) ["']([\w.]+)""")  # of an error of jsonargparse
+# How jsonargparse names the option of an error.
+OPTION = re.compile(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
 
 
 def set_up_parser() -> None:
@@ -36,7 +38,10 @@ def locate_configs(arguments: Iterable[str]) -> list[str]:
     located = words[:1]
     for before, word in pairwise(words):
         is_file = before in FLAGS and not word.startswith("{")  # options may stand in place of a file
-        located.append(find_config(word) if is_file else word)
+        try:
+            located.append(find_config(word) if is_file else word)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"--config {error}{near(word.removeprefix('conf/'), conf_names())}") from error
     for file in config_files(located):
         read_config(file)
     return located
@@ -78,11 +83,21 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
     try:
         return parser.parse_object(dict(options)).as_dict()
     except ArgumentError as error:
-        raise explain_option(error) from error
+        raise explain_option(error, parser) from error
 
 
-def explain_option(error: ArgumentError, files: Iterable[str] = ()) -> ArgumentError:
-    """Return a parser's error with its first cause alone, and those of the files that have the option.
+def near(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that was meant: the nearest, or that of which a part or the initials are given."""
+    initials = {each: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", each) for each in known}
+    found = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
+    found = found or get_close_matches(name, initials, 1)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def explain_option(
+    error: ArgumentError, parser: jsonargparse.ArgumentParser, files: Iterable[str] = ()
+) -> ArgumentError:
+    """Return a parser's error with its first cause alone, those of the files that have the option, and the nearest one.
 
     The parser's own text has each type that an option may have, with the reason why the value is none of that type.
     """
@@ -94,7 +109,9 @@ def explain_option(error: ArgumentError, files: Iterable[str] = ()) -> ArgumentE
     else:
         text = str(cause) if option in str(cause) else f"{option}: {cause}"
     places = [file for file in files if _has_option(read_config(file), option)]
-    return ArgumentError(None, "; see ".join([text, *places]))
+    known = [action.dest for action in parser._actions]
+    placed = f"; {option} is given by its place" if "unrecognized arguments" in text else ""
+    return ArgumentError(None, "; see ".join([text, *places]) + (placed if option in known else near(option, known)))
 
 
 def _first_cause(error: Exception) -> Exception:

@@ -25,11 +25,13 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*EXTRACT, "{inputs}/flipped", "--verify", "true"), "shard-00000.arrow was changed since it was written"),
     (("generate", " "), "the prompt is empty: say something, or - to read it from stdin"),
     (("validate", *FIT[1:], "[2]"), "no --ckpt_path, and a draft of random weights: give"),
-    ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x (poss extract --help tells its options)"),
+    ((*EXTRACT, "out", "--tarrget", "x"), "--tarrget x; did you mean target? (poss extract --help tells its options)"),
     ((*FIT, "two"), "model.allocation: Expected a <class 'tuple'>. Got value: two (poss fit --help"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "Expected a <class 'str'>. Got value: 1; see {inputs}/n"),
-    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml"),
-    ((*FIT[:1], "--config", "draft/has.yaml"), "draft/has.yaml: no such file, nor one of that name in the package"),
+    ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml; did you mean model.depth?"),
+    ((*FIT[:1], "--config", "draft/has.yaml"), "which `poss list` shows; did you mean draft/hass.yaml?"),
+    ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),
+    (("extract", "--corpus", "a"), "--corpus; corpus is given by its place"),
     ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML: while scanning"),
 ]
 
@@ -56,7 +58,7 @@ def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path)
 
 def test_an_unknown_command_gets_a_list_of_all(poss):
     code = poss("fitt").code
-    assert code.startswith("poss: no command 'fitt'; there are fit, ") and "\n" not in code
+    assert code.startswith("poss: no command 'fitt'; there are fit, ") and code.endswith("did you mean fit?")
 
 
 def test_help_version_and_tables_of_records_need_no_torch():

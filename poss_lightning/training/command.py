@@ -120,7 +120,7 @@ class Training(LightningCLI):
             # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.
             self.config = copy_context().run(parser.parse_args, args)
         except ArgumentError as error:
-            raise explain_option(error, config_files(args)) from error
+            raise explain_option(error, self._parser(args[0]), config_files(args)) from error
         place_training(self.options)
 
     def _parse_ckpt_path(self) -> None:
