@@ -22,7 +22,7 @@ class Rendered:
 
 
 SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
-_TAG = r"[<[◁]{}[\w:|]*think\w*[]>▷]\s*"
+_TAG = r"[<[◁]{}[\w:|]*(?:think|thought)\w*[]>▷]\s*"
 # What a template puts before an answer without a thought; its opening may be in the prompt.
 _EMPTY_THOUGHT = re.compile(rf"\s*(?:{_TAG.format('')})?{_TAG.format('/')}", re.IGNORECASE)
 

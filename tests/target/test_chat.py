@@ -185,6 +185,7 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (QWEN3, thinks("Yes.", "Two."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
         (QWEN3, assistant("<think>\nTwo.\n</think>\n\nYes."), "<think>\nTwo.\n</think>\n\nYes.<|im_end|>"),
         (QWEN3, assistant("Yes."), "Yes.<|im_end|>"),  # nobody wrote the empty thought before it
+        (QWEN3.replace("think>", "thought>"), assistant("Yes."), "Yes.<|im_end|>"),
         (QWEN3.replace("<think>", "[THINK]").replace("</think>", "[/THINK]"), assistant("Yes."), "Yes.<|im_end|>"),
         (QWEN3, CALLS, f"\n<tool_call>\n{json.dumps(CALL['function'])}\n</tool_call><|im_end|>"),
         (THINKING, assistant("Two.\n</think>\n\nYes."), "Two.\n</think>\n\nYes.<|im_end|>"),
