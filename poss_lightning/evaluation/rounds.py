@@ -128,7 +128,7 @@ def find_rounds(path: Path) -> list[Path]:
     for place in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):
         if files := sorted(path.glob(place)):
             return files
-    raise FileNotFoundError(f"{path} has no {ROUNDS} in it or below, and is not an engine's file")
+    raise FileNotFoundError(f"{path} has no {ROUNDS} in it or below (is it finished?), and is not an engine's file")
 
 
 def _read(file: Path) -> pd.DataFrame:
