@@ -80,6 +80,10 @@ def extract(
         raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
     check_folder(out, *STORE_FILES)
     rank = this_rank()
+    if engine == "vllm" and rank.world > 1:
+        raise ValueError(f"engine is vllm in one of {rank.world} processes; it starts its own: give the command once")
+    if engine != "vllm" and tensor_parallel > 1:
+        raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
     conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":
         where = choose_device(device)

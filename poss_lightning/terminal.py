@@ -17,6 +17,7 @@ LIBRARY_KINDS = {
     "SafetensorError",
     "TemplateError",
     "HTTPError",
+    "DatasetsError",
     "ArrowException",
     "MisconfigurationException",
 }

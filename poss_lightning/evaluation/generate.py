@@ -86,6 +86,8 @@ def generate(
     tree = tree or ("fixed" if show else "auto")
     sizes = Plan(lookup=choose_lookup(lookup, bool(draft), tree), **plan)
     sampling = Sampling(temperature, top_k, top_p)
+    if json and (chat or show):
+        raise ValueError("json prints one object and nothing else: leave out chat and show")
     if prompt == "-" and not chat:
         prompt = sys.stdin.read().strip()
     if not prompt.strip():
@@ -94,9 +96,9 @@ def generate(
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     alone = Autoregressive(model)
     decoder = Speculative.from_draft(model, loaded, sizes, tree) if loaded or sizes.lookup else alone
-    options |= {**asdict(sizes), "tree": tree, "dtype": model.dtype_name, "device": str(model.device)}
+    options |= {"tree": None, "dtype": model.dtype_name, "device": str(model.device)}
     if isinstance(decoder, Speculative):
-        options |= asdict(decoder.plan)
+        options |= asdict(decoder.plan) | {"tree": tree}
 
     messages: list[Message] = []
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):

@@ -64,6 +64,8 @@ class FeatureData(lightning.LightningDataModule):
     ):
         super().__init__()
         if store is not None and corpus is None:
+            if target != "embedded":
+                raise ValueError(f"target is {target!r}, and store {store!r} has its own: leave target out")
             self.source = FeatureStore(store)
         elif corpus is not None and store is None:
             self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)

@@ -63,7 +63,10 @@ def convert(
     else:
         published = read_published(source, input_format, allocation)
         loaded = Target.load(target, dtype=None, device="cpu")
-        draft = parse_published(*published, loaded)
+        try:
+            draft = parse_published(*published, loaded)
+        except ValueError as error:
+            raise ValueError(f"{source} as {input_format}: {error}") from error
     _write(draft, Path(out), output_format, loaded)
 
 

@@ -37,7 +37,7 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
         chunks = zip(theirs.split(4096), ours.split(4096), strict=True)  # to save memory in float32
         if not all(a.float().isclose(b.float(), rtol=relative, atol=absolute).all() for a, b in chunks):
             raise ValueError(
-                f"{name} is not the target's: they differ by more than the rounding of {theirs.dtype} and {ours.dtype}; "
+                f"{name} is not the target's: they differ by more than the rounding of {theirs.dtype}, {ours.dtype}; "
                 "is it of another target, or of another --input_format?"
             )
 

@@ -43,3 +43,5 @@ def test_arguments_are_of_a_store_or_of_a_corpus(finished):
     for sources in ({}, {"store": str(finished), "corpus": "x.jsonl"}):
         with pytest.raises(ValueError, match="give one of them"):
             FeatureData(**sources)
+    with pytest.raises(ValueError, match=r"target is 'other', and store .* has its own"):
+        FeatureData(str(finished), target="other")

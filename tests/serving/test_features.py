@@ -99,8 +99,18 @@ def test_a_target_whose_features_no_module_gives_is_refused(monkeypatch):
         final_norm(target)
 
 
-def test_an_engine_that_is_not_installed_is_named(tiny_folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "world", "words"),
+    [
+        (("--engine", "vllm"), "1", r"engine is 'vllm', which cannot be imported here \(.*\): pip install vllm"),
+        (("--engine", "vllm"), "2", "engine is vllm in one of 2 processes"),
+        (("--tensor_parallel", "2"), "1", "tensor_parallel is 2; it must be 1 without --engine vllm"),
+    ],
+)
+def test_what_an_engine_needs_is_named(tiny_folder, tmp_path, monkeypatch, options, world, words):
     monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
-    given = [CORPUS, tmp_path / "store", "--target", tiny_folder, "--limit", "2", "--engine", "vllm"]
-    with pytest.raises(ValueError, match=r"engine is 'vllm', which cannot be imported here \(.*\): pip install vllm"):
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", world)):
+        monkeypatch.setenv(name, value)
+    given = [CORPUS, tmp_path / "store", "--target", tiny_folder, "--limit", "2", *options]
+    with pytest.raises(ValueError, match=words):
         cli.run("extract", [*map(str, given)])
