@@ -144,7 +144,7 @@ def choose_sizes(target: Target, minutes: float | None) -> dict[str, Any]:
 
 
 def seconds_of_text(target: Target) -> float:
-    """Seconds in which the target reads `READ` tokens and writes `WRITTEN`, the first of them without a step."""
+    """Return the seconds in which the target reads `READ` tokens and writes `WRITTEN`, the first without a step."""
     decoder, text = Autoregressive(target), [[0] * READ]
     return best_seconds({"": lambda: decoder.decode(text, WRITTEN, frozenset())}, device=target.device)[""]
 

@@ -176,7 +176,7 @@ def check_name(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, with the file's name, if there is none in it."""
+    """Return the object in a JSON file. Raises ValueError, with the file's name, if there is none in it."""
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:  # also of bytes that are not UTF-8
@@ -187,18 +187,18 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def sha256(path: str | Path) -> str:
-    """Hex digest of a file."""
+    """Return the hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def user_cache() -> Path:
-    """Folder of large files that are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
+    """Return the folder of large files that are kept between runs: POSS_CACHE, or ~/.cache/poss_lightning."""
     return Path(os.environ.get("POSS_CACHE", Path.home() / ".cache" / "poss_lightning"))
 
 
 def conf(name: str) -> Path:
-    """A file of conf/, which is beside the package in a checkout, and inside it in a wheel."""
+    """Return a file of conf/, which is beside the package in a checkout, and inside it in a wheel."""
     package = Path(str(files("poss_lightning")))
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / name).is_file():
@@ -207,7 +207,7 @@ def conf(name: str) -> Path:
 
 
 def conf_names() -> list[str]:
-    """Names of all files of conf/, those in its folders first."""
+    """List all files of conf/, those in its folders first."""
     folder = conf("demo.yaml").parent
     names = (path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return sorted(names, key=lambda name: ("/" not in name, name))
@@ -219,7 +219,7 @@ def find_config(name: str) -> str:
 
 
 def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> Path:
-    """A local folder, or that of a hub id after the download of files with these patterns.
+    """Return a local folder, or that of a hub id after the download of files with these patterns.
 
     Raises:
         FileNotFoundError: `source` is neither; the message begins with `what`, gives the hub's reason, and ends with

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(name: str = "auto") -> str:
-    """The device of that name; for `auto` cuda if there is one, else mps (Apple's), else cpu.
+    """Return the device of that name; for `auto` cuda if there is one, else mps (Apple's), else cpu.
 
     Raises:
         ValueError: no tensor can be made there, or this torch is too old for it.
@@ -82,7 +82,7 @@ def check_kernel_tools() -> None:
 
 @cache
 def fast_dtype(device: str) -> tuple[str, str]:
-    """The dtype that a device multiplies fastest, as it reports it, and the reason in words.
+    """Return the dtype that a device multiplies fastest, as it reports it, and the reason in words.
 
     Many CPUs only store bfloat16, and take two to five times as long to multiply it.
     """
@@ -122,7 +122,7 @@ def best_seconds(
 
 
 def timed(work: Callable[[], object], device: str | torch.device = "cpu") -> float:
-    """Seconds of one run of a work, on a device that was idle before."""
+    """Return the seconds of one run of a work, on a device that was idle before."""
     synchronize(device)
     start = time.perf_counter()
     work()
@@ -131,7 +131,7 @@ def timed(work: Callable[[], object], device: str | torch.device = "cpu") -> flo
 
 
 def memory_bytes() -> int | None:
-    """All bytes of this machine's memory; None if the system does not say."""
+    """Return all bytes of this machine's memory; None if the system does not say."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

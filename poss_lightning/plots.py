@@ -62,7 +62,7 @@ def curves(
     share: bool = False,
     colours: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Curves with their intervals, in panels side by side, by title, with one y axis and one legend.
+    """Draw curves with their intervals, in panels side by side, by title, with one y axis and one legend.
 
     A `share` limits the axis to 0 to 1. `colours` are by name; otherwise in order, the same in all panels.
     """
@@ -107,7 +107,7 @@ def forest(gains: Mapping[str, Any], no_effect: float = 0.0) -> Figure:
 
 
 def to_svg(figure: Figure, label: str) -> str:
-    """The figure as inline SVG: its letters are text, its ink has the page's colour, and it loads nothing."""
+    """Write the figure as inline SVG: its letters are text, its ink has the page's colour, and it loads nothing."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about letters that matplotlib's font lacks; the page's has them
         file = io.StringIO()

@@ -88,7 +88,7 @@ def has_range(hint: Any) -> bool:
 
 
 def describe_refusal(error: ValidationError, *name: str) -> str:
-    """What pydantic refuses, in one line: where it is, its value, and what would be right."""
+    """Return what pydantic refuses, in one line: where it is, its value, and what would be right."""
     first, *others = error.errors()  # of a union, the others are those of its other types
     places = [] if others else map(str, first["loc"])
     words = first["msg"].replace("Input should be", "it must be")

@@ -117,14 +117,14 @@ class TokenSampler:
                 row[torch.tensor(prompt, device=row.device)] = True
 
     def noise(self, places: Tensor) -> Tensor | None:
-        """T g at `places` (B, n) of the texts, prompts included: (B, n, V); None at temperature 0."""
+        """Return the noise T g at `places` (B, n) of the texts, prompts included: (B, n, V); None at temperature 0."""
         if not self.kind.temperature:
             return None
         keys = _mix(self.keys[:, :, None] + places[:, None].to(torch.int32))[..., None]  # (B, 2, n, 1)
         return minus_gumbel(_mix((self.ids ^ keys[:, 0]).add_(keys[:, 1]))).mul_(-self.temperature)
 
     def choose(self, logits: Tensor, noise: Tensor | None, index: Tensor, in_text: Tensor | None = None) -> Tensor:
-        """The token after each of n places of each text: (B, n).
+        """Choose the token after each of n places of each text: (B, n).
 
         Args:
             logits: (B, n, V)
@@ -145,7 +145,7 @@ class TokenSampler:
         return torch.cat(chosen).view(index.shape)
 
     def _draw(self, logits: Tensor, noise: Tensor) -> Tensor:
-        """The largest of `logits + noise`, both (n, V), among the tokens that are kept: (n,)."""
+        """Return the largest of `logits + noise`, both (n, V), among the tokens that are kept: (n,)."""
         kind = self.kind
         if kind.top_p == 1 or kind.top_k or kind.min_p or logits.device.type != "cpu":
             return argmax(noise.add_(kind.filter(logits, self.temperature)))
@@ -157,7 +157,7 @@ class TokenSampler:
         return drawn
 
     def next(self, logits: Tensor, places: Tensor) -> Tensor:
-        """The next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""
+        """Choose the next token of each text, which is at `places` (B,): logits (B, V) -> (B,), and into the texts."""
         in_text = None if self.kind.repetition_penalty == 1 else self.in_text[:, None]
         noise, index = self.noise(places[:, None]), torch.zeros_like(places)[:, None]
         tokens = self.choose(logits[:, None], noise, index, in_text)
@@ -189,7 +189,7 @@ class Noise:
         self.made: Tensor | None = None  # (B, as many places as were asked for, V)
 
     def first(self, count: int) -> Tensor | None:
-        """At the first `count` of n places: (B, count, V); None at temperature 0."""
+        """Return the noise at the first `count` of n places: (B, count, V); None at temperature 0."""
         known = 0 if self.made is None else self.made.shape[1]
         if count > known and (more := self.sampler.noise(self.places[:, known:count])) is not None:
             self.made = more if self.made is None else torch.cat([self.made, more], dim=1)
@@ -197,12 +197,12 @@ class Noise:
 
 
 def text_seeds(count: int, generator: torch.Generator | None) -> Tensor:
-    """A seed of 63 bits for each of `count` texts; the generator is on the CPU, None for torch's own."""
+    """Return a seed of 63 bits for each of `count` texts; the generator is on the CPU, None for torch's own."""
     return torch.randint(2**63 - 1, (count,), generator=generator)
 
 
 def argmax(x: Tensor) -> Tensor:
-    """The index of the maximum, the first of equal ones: (..., V) -> (...,)."""
+    """Return the index of the maximum, the first of equal ones: (..., V) -> (...,)."""
     if x.shape[-1] % BLOCK:
         return x.max(-1).indices  # `argmax` is several times slower in bfloat16 on a CPU
     blocks = x.unflatten(-1, (-1, BLOCK))
@@ -215,7 +215,7 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def text_keys(seeds: Tensor) -> Tensor:
-    """Keys of the texts' noise from their seeds: (B,) int64 -> (B, 2) int32."""
+    """Return keys of the texts' noise from their seeds: (B,) int64 -> (B, 2) int32."""
     low, high = seeds.clone().view(torch.int32).view(-1, 2).unbind(1)  # all supported machines are little-endian
     first = _mix(low)
     return torch.stack([first, _mix(high ^ first)], dim=1)
@@ -243,7 +243,7 @@ def _exact(p: Tensor) -> Tensor:
 
 
 def _nucleus_floor(p: Tensor, share: float) -> Tensor:
-    """The smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
+    """Return the smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
     bits, amounts, needed = (
         p.view(torch.int32),
         _exact(p),

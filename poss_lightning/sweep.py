@@ -76,7 +76,7 @@ class Cell:
         return compose(*self.layers)
 
     def settings(self) -> dict[str, Any]:
-        """What sweep.yaml asks for, by dotted names: options of training and measure, and digests of configs."""
+        """Return what sweep.yaml asks for, by dotted names: options of training and measure, and digests of configs."""
         fit: dict[str, Any] = {}
         for options in (flat(layer) for layer in self.layers if isinstance(layer, dict)):
             lists = {name: fit.get(name, []) + value for name, value in options.items() if name.endswith("+")}
@@ -86,14 +86,14 @@ class Cell:
         return json.loads(without_secrets(json.dumps(settings)))
 
     def recorded(self) -> dict[str, Any]:
-        """Settings, inputs and processes of the earlier runs; of a new cell its settings alone."""
+        """Return settings, inputs and processes of the earlier runs; of a new cell its settings alone."""
         if self.is_done:
             return read_json(self.folder / RUN)["cell"]
         note = self.folder / CELL
         return read_json(note) if note.is_file() else {"settings": self.settings(), "inputs": {}, "processes": []}
 
     def changed(self) -> list[str]:
-        """The recorded settings that differ now, as `differences` names them."""
+        """Return the recorded settings that differ now, as `differences` names them."""
         return differences(self.recorded()["settings"], self.settings())
 
     def train(self) -> None:
@@ -132,12 +132,12 @@ class Cell:
                 replay.check_store(store, draft)
 
     def _measure_options(self, draft: Path) -> dict:
-        """Arguments of the function that measures it."""
+        """Return the arguments of the function that measures it."""
         options = {**self.options, "out": str(self.folder), "drafts": {self.choice: str(draft)}}
         return check_options(MEASURES[self.measure], options)
 
     def _start(self, coming: Collection[Path] = ()) -> Path | None:
-        """The folder of the draft it starts from; ValueError for an unfinished one, as it may still change."""
+        """Return the folder of the draft it starts from; ValueError for an unfinished one, as it may still change."""
         if not (draft := self.training["model"]["start_from"]):
             return None
         folder = local_folder(draft)

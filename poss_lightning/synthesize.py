@@ -141,7 +141,7 @@ def answer_questions(
 
 
 def _record(question: Question, messages: Messages, target: Target) -> dict[str, Any]:
-    """A line of the corpus, including what the chat template was given."""
+    """Return a line of the corpus, including what the chat template was given."""
     variables = target.chat.template.variables | question.template
     tools = {"tools": variables.pop("tools")} if "tools" in variables else {}
     record = {"id": f"{question.suite}/{question.id}", "messages": messages, **tools}
@@ -152,7 +152,7 @@ def _record(question: Question, messages: Messages, target: Target) -> dict[str,
 def _answer_batch(
     loop: PlainLoop, questions: list[Question], sampling: Sampling, limit: int, seed: int
 ) -> list[Messages]:
-    """A conversation per question.
+    """Return a conversation per question.
 
     It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens
     inside, since the target would read these as part of the chat.

@@ -31,13 +31,13 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error in one line."""
+    """Return the text of an error in one line."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return printable("; ".join(lines).replace(":; ", ": ")) or type(error).__name__
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelt out, which might steer the terminal; line ends and tabs stay."""
+    """Return the text with control characters spelt out, which might steer the terminal; line ends and tabs stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 

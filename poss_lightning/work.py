@@ -53,7 +53,7 @@ class Work:
                 )
 
     def receipt(self, part: str) -> Any | None:
-        """The receipt of a finished part; None if it is not finished."""
+        """Return the receipt of a finished part; None if it is not finished."""
         try:
             return json.loads((self.folder / f"{part}{RECEIPT}").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -127,7 +127,7 @@ def differences(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> list
 
 
 def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with dots between the names."""
+    """Return nested settings with dots between the names."""
     dotted: dict[str, Any] = {}
     for name, value in nested.items():
         inner = flat(value) if isinstance(value, Mapping) else {}

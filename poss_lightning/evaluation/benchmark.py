@@ -154,7 +154,7 @@ def decode_question(
     limit: int,
     sampling: Sampling = GREEDY,
 ) -> list[Row]:
-    """All turns of a question with all methods, in an order drawn for each answer; `plain` gives the context."""
+    """Return all turns of a question with all methods, in an order drawn for each answer; `plain` gives the context."""
     rows: list[Row] = []
     messages, names, chat = list(question.opening), list(methods), target.chat
     for turn, text in enumerate(question.turns):

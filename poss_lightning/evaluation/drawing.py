@@ -31,7 +31,7 @@ class Guesses(NamedTuple):
 
 
 def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
-    """The tree of a round's first text, with its accepted path and bonus token."""
+    """Return the tree of a round's first text, with its accepted path and bonus token."""
     tree, verdict = step.tree, step.verdict
     assert tree is not None and verdict is not None, "a step without a draft has no tree"
     accepted = int(verdict.accepted[0])
@@ -42,7 +42,7 @@ def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
 
 
 def draw(guesses: Guesses, text: Callable[[Any], str], lines: int = LINES) -> str:
-    """The tree, more likely children first, with the probability of each path; ✓ marks accepted tokens and + the bonus.
+    """Draw the tree, more likely children first, with the probability of paths; ✓ marks accepted tokens, + the bonus.
 
     The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.
     """
@@ -61,7 +61,7 @@ def draw(guesses: Guesses, text: Callable[[Any], str], lines: int = LINES) -> st
 
 
 def most_likely_nodes(guesses: Guesses, lines: int) -> set[int]:
-    """The accepted path, and as many of the most likely nodes as fit in `lines`; every node's parent is among them."""
+    """Choose the accepted path, and the most likely nodes that fit in `lines`; every node's parent is among them."""
     if len(guesses.tokens) > lines:
         lines -= 1  # says how many nodes are left out
     shown = set(guesses.path)

@@ -52,7 +52,7 @@ def read_engine(file: Path) -> list[dict[str, Any]]:
 
 
 def _accepted(values: dict[str, Any]) -> list[int]:
-    """Accepted tokens per round of an answer; [] where nothing was drafted."""
+    """Return accepted tokens per round of an answer; [] where nothing was drafted."""
     vllm = (values.get("metrics") or {}).get("speculative_decoding")
     known = vllm or values.get("meta_info") or values.get("spec_decode_acceptance") or {}
     counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])

@@ -135,7 +135,7 @@ def answer(
 
 
 def _ask(prompt: str) -> Iterator[str]:
-    """The prompt, unless it is -, and the lines of stdin, to an empty one or the end."""
+    """Yield the prompt, unless it is -, and the lines of stdin, to an empty one or the end."""
     if prompt != "-":
         yield prompt
     try:
@@ -148,7 +148,7 @@ def _ask(prompt: str) -> Iterator[str]:
 
 
 def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Progress], None]:
-    """What prints tokens while they are accepted, or draws each round."""
+    """Return what prints tokens while they are accepted, or draws each round."""
     number = count(1)
 
     def print_tokens(step: Progress) -> None:
@@ -165,7 +165,7 @@ def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Prog
 
 
 def _facts(decoded: Decoded, plain: Decoded | None) -> dict[str, Any]:
-    """What is measured of an answer, and beside plain decoding."""
+    """Return what is measured of an answer, and beside plain decoding."""
     accepted, rate = decoded.accepted, len(decoded.tokens) / decoded.seconds["total"]
     return {
         "tokens": decoded.tokens,

@@ -55,7 +55,7 @@ class Replay(lightning.Callback):
 
 
 def answered_samples(batch: Batch) -> list[Sample]:
-    """The conversations of a batch that have answers of two or more tokens, with the spans of those answers."""
+    """Return the conversations of a batch that have answers of two or more tokens, with the spans of those answers."""
     samples = []
     for name, edges, part in zip(batch.ids, batch.spans, batch.parts(), strict=True):
         starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is never predicted

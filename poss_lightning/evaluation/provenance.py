@@ -30,13 +30,13 @@ OPTIONAL = ("intermediate_size", "window", *SWITCHES, "block_layers", "inner_lay
 
 
 def provenance(device: torch.device) -> dict:
-    """When, where and with what a run was made, its device and threads included."""
+    """Describe when, where and with what a run was made, its device and threads included."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     return {**origin(), "device": name, "threads": torch.get_num_threads()}
 
 
 def origin() -> dict:
-    """When this process began, on which machine, and with which code."""
+    """Return when this process began, on which machine, and with which code."""
     return {
         "started": STARTED,
         "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}",
@@ -46,7 +46,7 @@ def origin() -> dict:
 
 
 def describe_draft(draft: Specialists) -> dict:
-    """What a draft was trained for, its size, and a digest of its weights."""
+    """Return what a draft was trained for, its size, and a digest of its weights."""
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy())
@@ -63,12 +63,12 @@ def describe_draft(draft: Specialists) -> dict:
 
 
 def describe_drafter(drafter: TreeDrafter) -> dict:
-    """What a draft proposes in a round, and the draft."""
+    """Return what a draft proposes in a round, and the draft."""
     return {**asdict(drafter.plan), "depth": drafter.plan.reach, **describe_draft(drafter.specialists)}
 
 
 def describe_method(method: Decoder) -> dict:
-    """How a method drafts, and with what; {} where it has no draft."""
+    """Describe how a method drafts, and with what; {} where it has no draft."""
     if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, TreeDrafter):
         return {}
     return describe_drafter(drafter) | {"tree": method.tree}
@@ -96,7 +96,7 @@ def _processor() -> str:
 
 
 def _commit(package: Path) -> str | None:
-    """The commit of the checkout; of a copy without git, what `git describe` put into its commit.txt."""
+    """Return the commit of the checkout; of a copy without git, what `git describe` put into its commit.txt."""
     if shutil.which("git"):
         git = ["git", "-C", str(package)]
         known = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False)

@@ -74,7 +74,7 @@ def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
 def _note_process(
     folder: Path, facts: dict[str, Any], process: dict[str, Any], resumed: bool, timed: bool
 ) -> dict[str, Any]:
-    """The facts of run.json with this process's; ValueError for a machine whose seconds do not compare."""
+    """Return the facts of run.json with this process's; ValueError for a machine whose seconds do not compare."""
     if not resumed:
         return facts | process
     earlier = read_json(folder / RUN)

@@ -111,7 +111,7 @@ StoredAnswer = tuple[str, int, Answer]  # conversation, turn and answer
 
 
 def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[Row]:
-    """The rounds of a draft."""
+    """Return the rounds of a draft."""
     rounds = _replay_all(drafter, [answer for *_, answer in stored])
     return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
 
@@ -134,7 +134,7 @@ def replay_rounds(
     samples: Sequence[Sample],  # with the layers that the draft reads, and no others
     plan: Plan,
 ) -> list[list[list[int]]]:
-    """What each round would accept, by sample and answer, if the target decoded the answers with this draft.
+    """Return what each round would accept, by sample and answer, if the target decoded the answers with this draft.
 
     The answers must be the target's own, greedy or drawn, as `poss synthesize` writes them; in texts of others the
     result says how often the draft hits the text. Rounds whose full depth a cut answer does not show are left out.
@@ -146,7 +146,7 @@ def replay_rounds(
 
 
 def _replay_all(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
-    """What each round of every answer accepts; those of about the same length side by side."""
+    """Return what each round of every answer accepts; those of about the same length side by side."""
     alike: dict[Sampling, list[int]] = {}
     on_gpu = drafter.specialists.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
     rows, rounds = (GPU_ROWS if on_gpu else ROWS), {}
@@ -161,7 +161,7 @@ def _replay_all(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
 
 @torch.inference_mode()
 def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
-    """What each round of B answers accepts, side by side."""
+    """Return what each round of B answers accepts, side by side."""
     weight, plan, depth = drafter.specialists.fc.weight, drafter.plan, drafter.plan.reach
     device, lookup = weight.device, Lookup(drafter.plan.lookup)
     # Of the host: where an answer ends, and the place in its text of the next round's root, (B,).
@@ -218,13 +218,13 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
 
 
 def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
-    """Tensors side by side, padded on the right: (B, length, …)."""
+    """Put tensors side by side, padded on the right: (B, length, …)."""
     longest = parts[0].new_zeros(length, *parts[0].shape[1:])
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
 def _row(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Row:
-    """An answer of the conversation `name`; what its rounds give may be less than all of it."""
+    """Make the row of an answer of the conversation `name`; what its rounds give may be less than all of it."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
     if not suite or not question:
         suite, question = "store", name

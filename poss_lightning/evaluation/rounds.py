@@ -122,7 +122,7 @@ def check_method_names(drafts: Iterable[str]) -> None:
 
 
 def find_rounds(path: Path) -> list[Path]:
-    """Files of rounds: the path itself, that in it, those of an experiment's cells, or all below."""
+    """Find files of rounds: the path itself, that in it, those of an experiment's cells, or all below."""
     if path.is_file():
         return [path]
     for place in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):

@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
-    """The sample's answers, without the template's own end where the target did not end them.
+    """Yield the sample's answers, without the template's own end where the target did not end them.
 
     An answer at the sample's end counts as cut, since `poss extract` may have cut it. `embed_head` is the target's: it
     says what would be drawn.
@@ -54,7 +54,7 @@ def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
 
 
 def _draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
-    """The tokens drawn from logits (n, V) at n places of a text, the first of which is `start`: (n,)."""
+    """Return the tokens drawn from logits (n, V) at n places of a text, the first of which is `start`: (n,)."""
     sampler, chosen = TokenSampler(1, logits.shape[-1], logits.device), []
     sampler.begin(draw.sampling, [[]], seeds=[draw.seed])
     for some in torch.arange(len(logits), device=logits.device).split(64):  # noise is as large as logits
@@ -64,7 +64,7 @@ def _draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
 
 
 def sampling_settings(answers: Sequence[Answer]) -> dict[str, Any]:
-    """How all answers were chosen, as run.json says it; raises ValueError where they differ."""
+    """Describe how all answers were chosen, as run.json says it; raises ValueError where they differ."""
     kinds = {answer.sampling for answer in answers} or {GREEDY}
     if len(kinds) > 1:
         ways = ", ".join(map(str, kinds))
@@ -74,7 +74,7 @@ def sampling_settings(answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def describe_mismatch(answers: Sequence[Answer]) -> str | None:
-    """How far the answers are from the target's own, in words; None where they are its own.
+    """Describe how far the answers are from the target's own, in words; None where they are its own.
 
     Others may have written them, they may have been drawn without saying how, or a template changes them when it
     renders them: that of Qwen3 puts an empty thought before an answer that was cut in the middle of one.

@@ -23,7 +23,7 @@ class Pieces:
         self.emitted = ""  # the part of their text that was given out
 
     def add(self, tokens: list[int]) -> str:
-        """The text that `tokens` complete."""
+        """Return the text that `tokens` complete."""
         self.tokens += tokens
         text = self.text(self.tokens)
         complete = text if len(self.tokens) - self.known > WINDOW else text.rstrip(LOST)
@@ -35,7 +35,7 @@ class Pieces:
         return piece
 
     def rest(self) -> str:
-        """The text that is still held back, at the end."""
+        """Return the text that is still held back, at the end."""
         return self.text(self.tokens)[len(self.emitted) :]
 
 

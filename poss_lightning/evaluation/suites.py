@@ -59,7 +59,7 @@ class Question:
         return f"question {self.id} of {self.suite}"
 
     def first_prompt(self, chat: Chat) -> list[int]:
-        """The tokens up to the first answer."""
+        """Return the tokens up to the first answer."""
         return chat.prompt([*self.opening, {"role": "user", "content": self.turns[0]}], self.template)
 
 
@@ -70,7 +70,7 @@ def digest(questions: list[Question]) -> str:
 
 
 def own_suites() -> list[str]:
-    """Names of the project's own suites."""
+    """List the project's own suites."""
     return sorted(path.stem for path in OWN.glob("*.jsonl"))
 
 
@@ -80,7 +80,7 @@ def read_suites(
     limit: Count | None = None,
     strict: bool = True,
 ) -> list[Question]:
-    """Questions of several suites, in order; a suite is named by its file or data set without the path.
+    """Read the questions of several suites, in order; a suite is named by its file or data set without the path.
 
     Args:
         sources: one of these, or a list of them; None for all of the project's own suites.
@@ -137,7 +137,7 @@ def _from_hub(source: str, limit: int | None, strict: bool) -> list[Question]:
 
 
 def _stream(suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
-    """Where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
+    """Return where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
 
     A row is downloaded when it is iterated to.
     """
@@ -170,7 +170,7 @@ def _records(suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]
 
 
 def local_files(suite: str) -> list[Path]:
-    """The user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
+    """Return the user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
     path = Path(suite.partition("?")[0])
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
 
@@ -183,7 +183,7 @@ def _suite(
     field: str | None,
     strict: bool,
 ) -> list[Question]:
-    """The questions of a suite made from rows: the place of each, for messages; its number; and its content."""
+    """Make the questions of a suite from rows: the place of each, for messages; its number; and its content."""
     questions, faults = [], []
     for place, number, row in islice(rows, limit):
         try:
@@ -247,7 +247,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
 
 
 def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
-    """The field that has the question, and its value."""
+    """Return the field that has the question, and its value."""
     if (value := record.get(field or "turns")) is not None:
         return field or "turns", value
     if not field:
@@ -263,7 +263,7 @@ def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
 
 
 def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], list[str]]:
-    """The system messages before the user speaks, and the messages between answers as turns."""
+    """Return the system messages before the user speaks, and the messages between answers as turns."""
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
         later = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
         messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in later), one)]

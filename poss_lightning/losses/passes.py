@@ -45,7 +45,7 @@ class PassLosses(NamedTuple):
 
 
 def known_terms() -> tuple[str, ...]:
-    """The names that `loss` may have; a script may add to `DISTRIBUTION_TERMS`."""
+    """Return the names that `loss` may have; a script may add to `DISTRIBUTION_TERMS`."""
     return ("feature", *ENTROPIES, *DISTRIBUTION_TERMS)
 
 
@@ -77,7 +77,7 @@ def pass_losses(
     chains: Tensor | None = None,
     counting: Tensor | None = None,
 ) -> PassLosses:
-    """Losses of K passes against the target's features.
+    """Compute the losses of K passes against the target's features.
 
     Args:
         predictions: K tensors (B, T, D), F̂ of f_{t+1} at slot t; or the input of the draft's own head there.
@@ -175,7 +175,7 @@ class _Heads(NamedTuple):
 
 
 def _chances(predicted: Tensor, features: Tensor, heads: _Heads, chunk: int) -> Tensor:
-    """The draft's probability of the target's most likely token: (K, S)."""
+    """Return the draft's probability of the target's most likely token: (K, S)."""
     passes, slots, _ = predicted.shape
     chances = torch.zeros(passes, slots, dtype=torch.float32, device=features.device)
     for start in range(0, slots, chunk):
@@ -241,7 +241,7 @@ class _Space(NamedTuple):
         return cls(head.new_empty(passes + 1, rows, len(head)), *wide)
 
     def first(self, rows: int) -> "_Space":
-        """The part for a chunk of `rows` slots."""
+        """Return the part for a chunk of `rows` slots."""
         logits = self.logits.flatten()[: len(self.logits) * rows * self.p.shape[-1]]
         return _Space(logits.view(len(self.logits), rows, -1), *(matrix[:rows] for matrix in self[1:]))
 
@@ -257,7 +257,7 @@ def _chunk_sums(
     top_rows: Tensor | None,
     gradient: Tensor | None,
 ) -> Tensor:
-    """Sums of the terms over the slots of a chunk: (terms, K).
+    """Sum the terms over the slots of a chunk: (terms, K).
 
     Args:
         predicted, features, by_slot: (K, s, D), (s, D), and weights (K, s), 0 where a pass does not count.
@@ -303,7 +303,7 @@ def _chunk_sums(
 
 
 def _add_others(weights: Mapping[str, float], log_p: Tensor, log_q: Tensor, slope: Tensor | None) -> dict[str, Tensor]:
-    """Values of these terms (s,); adds their gradient by the draft's logits to `slope` (s, V)."""
+    """Compute these terms (s,), and add their gradient by the draft's logits to `slope` (s, V)."""
     if slope is None:
         return {name: DISTRIBUTION_TERMS[name](log_p, log_q) for name in weights}
     with torch.enable_grad():

@@ -22,7 +22,7 @@ def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
 
 
 def dpace(chances: Tensor, counted: Tensor) -> Tensor:
-    """Weights w_k = Σ_{j >= k} Π_{i <= j} q̃_i of a chain, q̃ = (1 - α) q + α (D-PACE, 2605.18810, 7 and 8).
+    """Return weights w_k = Σ_{j >= k} Π_{i <= j} q̃_i of a chain, q̃ = (1 - α) q + α (D-PACE, 2605.18810, 7 and 8).
 
     This is the slope of the expected accepted length by log q̃_k.
 
@@ -46,5 +46,5 @@ def to_slots(values: Tensor) -> Tensor:
 
 
 def _shifts(passes: Tensor) -> list[int]:
-    """The distance of each pass from the first slot of its chain, at most the length of the row."""
+    """Return the distance of each pass from the first slot of its chain, at most the length of the row."""
     return [min(k, passes.shape[-1]) for k in range(len(passes))]

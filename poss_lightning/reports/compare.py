@@ -64,7 +64,7 @@ def print_findings(found: Findings, all: bool = False) -> None:
 
 
 def show(table: pd.DataFrame) -> str:
-    """A table of texts for a terminal, the first column aligned left."""
+    """Return a table of texts for a terminal, the first column aligned left."""
     table = table.map(_plain).rename(columns=_plain)
     first = table.columns[0]
     width = max(map(len, [first, *table[first]]))

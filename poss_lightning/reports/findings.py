@@ -101,14 +101,14 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
 
 
 def _sampling(run: dict[str, Any]) -> tuple[float, int, float]:
-    """Temperature, top-k and top-p of a run; greedy where its run.json does not say."""
+    """Return temperature, top-k and top-p of a run; greedy where its run.json does not say."""
     config = run.get("config", {})
     temperature = config.get("temperature") or 0
     return (temperature, config.get("top_k") or 0, config.get("top_p") or 1) if temperature else (0, 0, 1)
 
 
 def _notes(rows: list[MethodSummary], runs: Runs, reference: str | None) -> list[str]:
-    """What intervals are for, and what acceptance depends on."""
+    """Say what intervals are for, and what acceptance depends on."""
     notes = [SEEDS] if any(len(row.seeds) > 1 for row in rows) else [TRAINED_ONCE]
     seeds = {seed for row in rows if row.method == reference for seed in row.seeds}
     few = sorted({row.method for row in rows if row.gains and len(seeds & {*row.seeds}) == 1})
@@ -122,7 +122,7 @@ def _notes(rows: list[MethodSummary], runs: Runs, reference: str | None) -> list
 
 
 def not_comparable(rounds: pd.DataFrame, runs: Runs) -> list[str]:
-    """A warning for each input (store, start, config), and each circumstance of a measurement, that differs."""
+    """Return a warning for each input (store, start, config), and each circumstance of a measurement, that differs."""
     seen: dict[str, set[str]] = defaultdict(set)
     for folder, run in runs.items():
         options = run.get("config", {})
@@ -141,7 +141,7 @@ def not_comparable(rounds: pd.DataFrame, runs: Runs) -> list[str]:
 
 
 def _methods(runs: Runs) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Folder, name and facts of every method."""
+    """Return folder, name and facts of every method."""
     return ((folder, name, facts) for folder, run in runs.items() for name, facts in run.get("methods", {}).items())
 
 
@@ -170,7 +170,7 @@ def _check_targets(runs: Runs) -> None:
 
 
 def _name_folders(folders: list[str]) -> str:
-    """A title: the folder that holds them all, for a sweep's cells the experiment's."""
+    """Return a title: the folder that holds them all, for a sweep's cells the experiment's."""
     parts = Path(os.path.commonpath([os.path.abspath(folder) for folder in folders])).parts
     kept = next((i for i, part in enumerate(parts) if part.startswith("choice=")), len(parts))
     named = public_name(Path(*parts[:kept]))

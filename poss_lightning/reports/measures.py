@@ -29,13 +29,13 @@ class Sums(NamedTuple):
 
     @classmethod
     def by_prompt(cls, reach: Floats, tokens: Floats, seconds: Floats, beside: list[Floats] | None = None) -> "Sums":
-        """Sums whose rows are prompts; `beside` are tokens, seconds and equality of the baseline."""
+        """Return sums whose rows are prompts; `beside` are tokens, seconds and equality of the baseline."""
         every = np.ones(len(reach))
         means = np.nan_to_num(ratio(reach.sum(1), reach[:, 0]))
         return cls(reach, means, np.sign(reach[:, 0]), every, tokens, seconds, *(beside or [every * np.nan] * 3))
 
     def of(self, prompts: list[int]) -> "Sums":
-        """The rows of some prompts."""
+        """Return the rows of some prompts."""
         return Sums(*(column[prompts] for column in self))
 
 
@@ -69,13 +69,13 @@ class Measure(NamedTuple):
         return f"{self.title.removesuffix(' over {baseline}')} {'×' if self.logs else '−'}"
 
     def jackknife(self, sums: Sums) -> Jackknife:
-        """The measure of all prompts and without each in turn."""
+        """Return the measure of all prompts and without each in turn."""
         counts = leave_one_out(len(sums.prompts))  # (1+Q, Q)
         values = self.from_sums(Sums(*(counts @ column for column in sums)))
         return Jackknife(values, np.isfinite(self.from_sums(sums)))
 
     def estimate(self, trainings: Sequence[Jackknife]) -> Estimate:
-        """Its mean over trainings, with the interval."""
+        """Return its mean over trainings, with the interval."""
         found = interval(mean_over(trainings, logs=self.logs), self.logs)
         if self.scale != "share":
             return found
@@ -117,7 +117,7 @@ def sum_by_prompt(answers: pd.DataFrame, depth: int, plain: pd.DataFrame | None 
 
 
 def _totals(answers: pd.DataFrame) -> tuple[Floats, Floats]:
-    """New tokens and seconds by prompt."""
+    """Return new tokens and seconds by prompt."""
     tokens, seconds = (_by_prompt(answers[name]).sum(min_count=1) for name in ("new_tokens", "seconds"))
     return tokens.to_numpy(float), seconds.to_numpy(float)
 

@@ -68,7 +68,7 @@ def _template() -> Any:
 
 
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Targets, days, machines and devices of runs, as far as their run.json have them."""
+    """Return targets, days, machines and devices of runs, as far as their run.json have them."""
     words: dict[str, None] = {}
     for run in runs:
         target, day = run.get("config", {}).get("target"), str(run.get("started") or "")[: len("2026-11-22")]
@@ -78,7 +78,7 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def comparison_figures(found: Findings) -> Figures:
-    """Comparisons with the reference, and acceptance by position."""
+    """Draw comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
     for measure in found.compared:
         gains = {row.method: row.gains[measure.name] for row in found.overall if measure.name in row.gains}
@@ -92,7 +92,7 @@ def comparison_figures(found: Findings) -> Figures:
 
 
 def training_figures(trained: Mapping[str, list[Scalars]]) -> Figures:
-    """What trainings logged: at their last validation by depth, and by step; means over the runs of a choice."""
+    """Draw what trainings logged: at their last validation by depth, and by step; means over the runs of a choice."""
     drawn: Figures = {}
     for titles, average, x_label in ((BY_DEPTH, last_by_depth, "depth"), (BY_STEP, mean_by_step, "step")):
         for tag, title in titles.items():

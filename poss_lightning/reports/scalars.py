@@ -20,7 +20,7 @@ Scalars = dict[str, Series]  # of one run, by tag
 
 
 def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalars]:
-    """The scalars of every folder that holds event files, at any depth: by folder, then by tag.
+    """Read the scalars of every folder that holds event files, at any depth: by folder, then by tag.
 
     A finished cell of a sweep that has none, as in a clone, gives the last value of each that its run.json kept, at
     step 0.
@@ -36,7 +36,7 @@ def read_scalars(folders: Iterable[str | Path] | str | Path) -> dict[str, Scalar
 
 
 def last_values(scalars: Scalars) -> dict[str, float]:
-    """The last value of each scalar that pages and notebooks read, as the run.json of a cell keeps them."""
+    """Return the last value of each scalar that pages and notebooks read, as the run.json of a cell keeps them."""
     return {tag: float(f"{series[-1][1]:.5g}") for tag, series in sorted(scalars.items()) if KEPT.fullmatch(tag)}
 
 
@@ -49,7 +49,7 @@ def _read_events(folder: Path) -> Scalars:
 
 
 def series_by_depth(scalars: Scalars, name: str) -> dict[int, Series]:
-    """The series `name/depth_1`, `name/depth_2` and so on, by depth."""
+    """Return the series `name/depth_1`, `name/depth_2` and so on, by depth."""
     prefix = f"{name}/depth_"
     tags = {int(tag.removeprefix(prefix)): tag for tag in scalars if tag.startswith(prefix)}
     return {depth: scalars[tags[depth]] for depth in sorted(tags)}
@@ -76,6 +76,6 @@ def mean_by_step(runs: Iterable[Scalars], tag: str) -> dict[int, Estimate]:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean of independent runs and its t-interval; no interval for a single run."""
+    """Return the mean of independent runs and its t-interval; no interval for a single run."""
     error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return interval(Mean(fmean(values), error, len(values) - 1))

@@ -52,16 +52,16 @@ class Estimate:
     high: float = math.nan
 
     def text(self, form: str = ".2f") -> str:
-        """The value, or a dash."""
+        """Return the value, or a dash."""
         return "–" if math.isnan(self.value) else format(self.value, form).removesuffix("%")
 
     def interval(self, form: str = ".2f") -> str:
-        """The interval, or nothing."""
+        """Return the interval, or nothing."""
         ends = (format(end, form).removesuffix("%") for end in (self.low, self.high))
         return "" if math.isnan(self.low) else "…".join(ends)
 
     def with_interval(self, form: str = ".2f") -> str:
-        """The value and, where there is one, its interval."""
+        """Return the value and, where there is one, its interval."""
         ends = self.interval(form)
         return f"{self.text(form)} ({ends})" if ends else self.text(form)
 
@@ -100,7 +100,7 @@ class Jackknife(NamedTuple):
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """Quotients, nan where `below` is 0."""
+    """Divide, nan where `below` is 0."""
     return np.divide(above, below, out=np.full(np.shape(below), np.nan), where=np.not_equal(below, 0))
 
 
@@ -116,12 +116,12 @@ class Mean(NamedTuple):
 
 
 def leave_one_out(prompts: int) -> Floats:
-    """Counts (1+Q, Q): all prompts, then all but one."""
+    """Return counts (1+Q, Q): all prompts, then all but one."""
     return np.concatenate([np.ones((1, prompts)), 1 - np.eye(prompts)])
 
 
 def crossed_error(effects: Floats) -> tuple[Floats, Floats]:
-    """Standard error of the mean of effects (..., S, Q), and its degrees of freedom; S may be 1."""
+    """Return the standard error of the mean of effects (..., S, Q), and its degrees of freedom; S may be 1."""
     seeds, prompts = effects.shape[-2:]
     mean = effects.mean((-2, -1), keepdims=True)
     by_seed, by_prompt = effects.mean(-1, keepdims=True), effects.mean(-2, keepdims=True)  # (..., S, 1), (..., 1, Q)
@@ -156,14 +156,14 @@ def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), 
 
 
 def interval(mean: Mean, logs: bool = False) -> Estimate:
-    """The t-interval, none without any spread; of the exponential where the mean is of logarithms."""
+    """Return the t-interval, none without any spread; of the exponential where the mean is of logarithms."""
     half = (mean.error or math.nan) * special.stdtrit(mean.freedom, 1 - LEVEL / 2)
     ends = mean.value, mean.value - half, mean.value + half
     return Estimate(*map(math.exp if logs else float, ends))
 
 
 def compare_means(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Comparison]:
-    """Differences of several methods from the same one, or ratios, from their logarithms."""
+    """Compare several methods with the same one: differences, or ratios, from their logarithms."""
     # Without any spread only equality is certain: few prompts may agree by chance.
     errors = [mean.error or (0.0 if mean.value == 0 else math.nan) for mean in means.values()]
     p = [
@@ -189,7 +189,7 @@ def detectable(error: float, freedom: float, tests: int = 1) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: p times the number of those not smaller, never decreasing; nan stays nan."""
+    """Apply Holm's step-down correction: p times the number of those not smaller, never decreasing; nan stays nan."""
     order = sorted((value, place) for place, value in enumerate(p) if not math.isnan(value))
     corrected, least = [math.nan] * len(p), 0.0
     for passed, (value, place) in enumerate(order):

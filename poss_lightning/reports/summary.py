@@ -79,7 +79,7 @@ def summarise(
 
 
 def split_trainings(rounds: pd.DataFrame) -> Trainings:
-    """The trainings of each method or choice, each with what was decoded beside it.
+    """Return the trainings of each method or choice, each with what was decoded beside it.
 
     Raises:
         ValueError: only some rounds are of a sweep, two folders are of one choice and seed, a cell has no rounds of its

@@ -67,7 +67,7 @@ def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
 
 
 def verdict(found: Findings) -> str:
-    """Which drafts are faster than the baseline, and which methods differ from the reference."""
+    """Say which drafts are faster than the baseline, and which methods differ from the reference."""
     said, drafted = [], [row for row in found.overall if row.rounds]
     speed_ups = {row.method: row.values[SPEED_UP.name] for row in drafted if SPEED_UP.name in row.values}
     if faster := [name for name, speed_up in speed_ups.items() if speed_up.low > 1]:
@@ -101,13 +101,13 @@ def gain_text(row: MethodSummary, measure: Measure, brief: bool = False) -> str:
 
 
 def _text(row: MethodSummary, measure: Measure) -> str:
-    """A measure with its interval; nothing where it is not defined."""
+    """Return a measure with its interval; nothing where it is not defined."""
     value = row.values.get(measure.name)
     return value.with_interval(measure.form) if value else ""
 
 
 def _table(rows: list[MethodSummary], columns: Mapping[str, Callable[[MethodSummary], str]]) -> pd.DataFrame:
-    """A row for each method; the columns that have any text."""
+    """Return a row for each method; the columns that have any text."""
     texts = {name: [text(row) for row in rows] for name, text in columns.items()}
     return pd.DataFrame(
         {"method": [row.method for row in rows]} | {name: own for name, own in texts.items() if any(own)}
@@ -148,7 +148,7 @@ def _by_suite(rows: list[MethodSummary], found: Findings) -> pd.DataFrame:
 
 
 def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """Milliseconds per new token by method and part; `rest` is the time outside the named parts."""
+    """Return milliseconds per new token by method and part; `rest` is the time outside the named parts."""
     timed = pd.concat([own[own["seconds"].notna()].assign(method=name) for name, own in methods.items()])
     sums = timed.groupby("method", sort=False)[[*PARTS, "seconds", "new_tokens"]].sum()
     if not sums[PARTS].to_numpy().any():  # of a replay, none is timed
@@ -187,12 +187,12 @@ def list_rounds(answers: pd.DataFrame) -> pd.DataFrame:
 
 
 def _doubling(numbers: pd.Series, shortest: int) -> np.ndarray:
-    """The columns of numbers, by where they begin: 0, then `shortest` times 1, 2, 4, …"""
+    """Return the columns of numbers, by where they begin: 0, then `shortest` times 1, 2, 4, …"""
     return np.where(numbers < shortest, 0, shortest * 2 ** np.log2(np.maximum(numbers // shortest, 1)).astype(int))
 
 
 def _name_columns(begins: list[Any]) -> list[str]:
-    """Categories as they are, and ranges: `0–31`, `32–63`, …, `512–`."""
+    """Return categories as they are, and ranges: `0–31`, `32–63`, …, `512–`."""
     if isinstance(begins[0], str):
         return begins
     return [*(f"{begin}–{after - 1}" for begin, after in pairwise(begins)), f"{begins[-1]}–"]

@@ -98,7 +98,7 @@ class Dashboard(lightning.Callback):
 
 
 def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
-    """Charts of TensorBoard's custom scalars: a regular expression each, matched from the beginning of a tag.
+    """Describe charts of TensorBoard's custom scalars: a regular expression each, matched from the beginning of a tag.
 
     A chart shows one scalar, so that a line is a run: TensorBoard draws all lines of a run in one colour.
     """
@@ -115,7 +115,7 @@ def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
 
 
 def count_histograms(counts: Tensor) -> dict[int, dict]:
-    """Arguments of `add_histogram_raw` by depth, from the slots by cosine (K, BINS), without empty depths.
+    """Return arguments of `add_histogram_raw` by depth, from the slots by cosine (K, BINS), without empty depths.
 
     All depths have the same range, so that they can be compared.
     """

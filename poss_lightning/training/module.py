@@ -290,7 +290,7 @@ class SpecialistTraining(lightning.LightningModule):
         return losses, predictions
 
     def _sum_passes(self, means: Tensor) -> Tensor:
-        """L = Σ_k γ^{k-1} L_k of means (K,)."""
+        """Return L = Σ_k γ^{k-1} L_k of means (K,)."""
         return (means * self._discount_passes(len(means))).sum()
 
     def _discount_passes(self, depth: int) -> Tensor:

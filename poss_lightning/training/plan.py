@@ -99,7 +99,7 @@ def plan(
 
 
 def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: str = "adamw") -> dict[str, float]:
-    """Bytes of weights, gradients and moments in each process, by strategy (docs/clusters.md)."""
+    """Count the bytes of weights, gradients and moments in each process, by strategy (docs/clusters.md)."""
     count, share = count_parameters(config), 1 / processes
     moments = moment_bytes(config, optimizer) / count
     weights, gradients, state = {
@@ -113,7 +113,7 @@ def state_bytes(config: DraftConfig, strategy: str, processes: int, optimizer: s
 
 
 def moment_bytes(config: DraftConfig, optimizer: str) -> int:
-    """Bytes of an optimizer's moments: AdamW has two, and Muon one of every matrix but an own head, AdamW's."""
+    """Count bytes of an optimizer's moments: AdamW has two, and Muon one of every matrix but an own head, AdamW's."""
     count = count_parameters(config)
     if optimizer == "adamw":
         return 8 * count
@@ -121,7 +121,7 @@ def moment_bytes(config: DraftConfig, optimizer: str) -> int:
 
 
 def find_target(target: str) -> tuple[TargetSpec, bool]:
-    """Sizes of a target in `TARGETS` or in a folder with config.json, and whether its head is its embedding.
+    """Return the sizes of a target in `TARGETS` or in a folder with config.json, and whether its head is its embedding.
 
     Raises:
         ValueError: the target is neither, or the file lacks a size.
@@ -139,7 +139,7 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
 
 
 def token_bytes(config: DraftConfig, stored: str) -> int:
-    """Bytes per token in a feature store: vectors, token id and greedy id. A conversation adds about 60."""
+    """Count the bytes per token in a feature store: vectors, token id and greedy id. A conversation adds about 60."""
     return (1 + len(config.aux_layers)) * vector_bytes(config.target.hidden_size, torch.bfloat16, stored) + 4 + 4
 
 
@@ -155,12 +155,12 @@ def empty_draft(config: DraftConfig) -> Specialists:
 
 
 def count_parameters(config: DraftConfig) -> int:
-    """Trained numbers of the draft: `fc`, the layers of each specialist, and its own head, if it has one."""
+    """Count the trained numbers of the draft: `fc`, the layers of each specialist, and its own head, if it has one."""
     return sum(parameter.numel() for parameter in empty_draft(config).parameters())
 
 
 def count_specialist_parameters(config: DraftConfig) -> int:
-    """Trained numbers of one specialist."""
+    """Count the trained numbers of one specialist."""
     return sum(parameter.numel() for parameter in empty_draft(config).layers[0].parameters())
 
 

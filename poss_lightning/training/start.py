@@ -159,6 +159,6 @@ def continue_schedule(trainer: lightning.Trainer, maximum: float) -> None:
 
 
 def epoch_steps(trainer: lightning.Trainer) -> int:
-    """Optimizer steps of an epoch; 0 before there are data, as when `Tuner.lr_find` writes its checkpoint."""
+    """Return optimizer steps of an epoch; 0 before there are data, as when `Tuner.lr_find` writes its checkpoint."""
     batches = trainer.num_training_batches
     return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)
