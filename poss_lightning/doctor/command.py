@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from poss_lightning.doctor.files import ForeignDraft, facts, load
 from poss_lightning.doctor.measure import (
-    SURE,
     Counts,
     above_chance,
     compare,
@@ -33,7 +32,7 @@ from poss_lightning.interop.checkpoints import write_folder
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.interop.settings import publish
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
-from poss_lightning.reports.statistics import interval, mean_over
+from poss_lightning.reports.statistics import LEVEL, interval, mean_over
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
@@ -216,7 +215,7 @@ def _best(
     full = {i: (each, case.measured(each.name, each)) for _, i, each in top}
     gains = compare({i: full[i][1] if i in full else base for i in range(number + 1)}, base)
     least = LEAST * base.tau().values[0]
-    sure = {i: gains[i].value for i in full if gains[i].p < SURE and gains[i].value > least}
+    sure = {i: gains[i].value for i in full if gains[i].p < LEVEL and gains[i].value > least}
     return full[min(i for i in sure if sure[i] > max(sure.values()) - least)] if sure else None
 
 

@@ -23,7 +23,6 @@ from poss_lightning.ranges import MAX_POSITIONS
 from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import Comparison, Floats, Jackknife
 
-SURE = 0.01  # p below which something accepts more
 COUNTER = re.compile(r'num_(?:drafts|accepted_tokens_per_pos)_total\{(?:.*position="(\d+)")?.*\} (\S+)')  # vLLM's
 AVERAGE = re.compile(r'spec_accept_length(?:\{.*\} |": ?)(\d[\d.e+]*)')  # SGLang's
 
@@ -63,7 +62,7 @@ def above_chance(counts: Counts, samples: Sequence[Sample]) -> bool:
     common = torch.cat(choices).mode().values
     chance = Counts(*np.array([[[float(len(own))], [float((own == common).sum())]] for own in choices]).swapaxes(0, 1))
     gain = compare({0: counts.first(len(samples), 1)}, chance)[0]
-    return gain.p < SURE and gain.value > 0
+    return gain.p < statistics.LEVEL and gain.value > 0
 
 
 def as_read(samples: Sequence[Sample], reading: Reading) -> list[Sample]:
