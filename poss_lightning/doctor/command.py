@@ -175,10 +175,8 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
     reading, base, causes = found, case.measured(FORCED, found), [*found.words]
     for _ in range(MOST):
         best = _best(case, base, case.others(reading), *SOME)
-        if best is None and not above_chance(
-            base, case.texts.samples()
-        ):  # as two faults that each prevent all acceptance
-            best = _best(case, base, _pairs(case, reading), *FEW)
+        if best is None and not above_chance(base, case.texts.samples()):
+            best = _best(case, base, _pairs(case, reading), *FEW)  # two faults may each prevent all acceptance
         if best is None:
             break
         other, counts = best
