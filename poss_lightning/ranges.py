@@ -89,11 +89,15 @@ def has_range(hint: Any) -> bool:
 
 def describe_refusal(error: ValidationError, *name: str) -> str:
     """Return what pydantic refuses, in one line: where it is, its value, and what would be right."""
-    first, *others = error.errors()  # of a union, the others are those of its other types
-    places = [] if others else map(str, first["loc"])
+    first, *others = error.errors()
+    same = [each["loc"] for each in (first, *others) if name or each["loc"][0] == first["loc"][0]]
+    common = [str(parts[0]) for parts in zip(*same, strict=False) if len({*parts}) == 1]  # a union's end in a type
+    where = ".".join([*name, *common])
+    if first["type"] == "missing":
+        return f"{where} is missing"
     words = first["msg"].replace("Input should be", "it must be")
     value = first["input"] if first["type"].endswith("_equal") else reprlib.repr(first["input"])  # a parser's is text
-    return f"{'.'.join([*name, *places])} is {value}; {words}"
+    return f"{where} is {value}; {words}"
 
 
 @cache

@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from poss_lightning.configs import check_options, read_config
 from poss_lightning.decoding.plans import Plan
@@ -150,16 +151,23 @@ class Cell:
 _read_suites = cache(read_suites)  # once for all trainings that ask the same questions: the hub may have to send them
 
 
+class FitOptions(TypedDict, total=False):
+    """Options of `poss fit`, nested."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # pyright: ignore[reportGeneralTypeIssues]
+
+    config: str | list[str] | None  # YAML files
+
+
 @dataclass(frozen=True)
 class Sweep:
     """The content of `sweep.yaml`; `${seed}` stands for the seed anywhere in fit, choices and measure."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    # by name, options of `poss fit`, nested; `config` lists YAML files
-    choices: Annotated[dict[Annotated[str, Field(pattern=r"^[\w.+-]+$")], dict | None], Field(min_length=1)]
+    choices: Annotated[dict[Annotated[str, Field(pattern=r"^[\w.+-]+$")], FitOptions | None], Field(min_length=1)]
     seeds: Annotated[list[Seed], Field(min_length=1)]  # of weights, order and noise
-    fit: dict | None = None  # options that all choices have in common, in the same form
+    fit: FitOptions | None = None  # those that all choices have in common
     replay: dict | None = None  # options of `poss replay`, or
     benchmark: dict | None = None  # of `poss benchmark`
     reference: str | None = None  # the choice that the others are compared with

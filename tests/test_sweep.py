@@ -322,6 +322,7 @@ REFUSED = [
     ({"choices": {"generate": None}}, "a draft is named 'generate', like a baseline"),
     ({"fit": {"config": ["gone.yaml"]}}, "one, seed 0: gone.yaml: no such file"),
     ({"reference": "three"}, "reference is 'three', which is none of one, two"),
+    ({"fit": {"config": 5}}, "fit.config is 5; it must be a valid string"),
     ({"sedes": [1]}, r"sedes is \[1\]; Unexpected keyword"),
     # what would fail
     ({"replay": {"store": "missing"}}, "one, seed 0: missing is not a finished feature store"),

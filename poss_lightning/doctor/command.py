@@ -95,18 +95,20 @@ def doctor(
     engine = engine_acceptance(served) if served else None
     questions = [] if store else [replace(each, turns=each.turns[:1]) for each in read_suites(prompts)]
     questions = questions[:: max(len(questions) // limit, 1)][:limit]
+    stored = FeatureStore(store) if store else None
     model = Target.load(target, dtype, device)
+    if stored and (difference := stored.target.difference(model.spec)):
+        raise ValueError(f"store {store} is of another target than {target}: {difference}")
     try:
         found, said = load(draft, input_format, allocation, model)
     except ForeignDraft as error:
         return print(f"{error}\n{FOREIGN}")
     print(*facts(found, said), *found.words, sep="\n")
-    texts = sha256(Path(store, MANIFEST)) if store else digest(questions)
+    texts = sha256(stored.folders[0] / MANIFEST) if stored else digest(questions)
     folder = Path(out or f"runs/doctor/{Path(draft).name}-{texts[:8]}")
     check_folder(folder, MEASURED)
     work = Work(folder / MEASURED)
     asked = ask(model, questions) if questions else FROM_STORE
-    stored = FeatureStore(store) if store else None
     case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
     settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
     settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}

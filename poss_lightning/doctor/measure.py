@@ -129,6 +129,9 @@ def engine_acceptance(path: str) -> tuple[float, list[float]]:
     elif averages := AVERAGE.findall(text):
         return fmean(map(float, averages)), []
     else:
-        rounds = np.concatenate([row["accepted"] for row in read_engine(Path(path))])
+        try:
+            rounds = np.concatenate([row["accepted"] for row in read_engine(Path(path))])
+        except ValueError as error:
+            raise ValueError(f"{error}; or a saved /metrics of vLLM or SGLang") from None
         reached = np.array([(rounds >= place).sum() for place in range(rounds.max() + 1)])
     return float(reached.sum() / reached[0]), statistics.ratio(reached[1:], reached[:-1]).tolist()

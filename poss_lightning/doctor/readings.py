@@ -108,9 +108,8 @@ class Reading:
         for number, (words, change) in enumerate(HYPOTHESES):
             with suppress(ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RuntimeError):
                 other = self.changed(**change(self))
-                other.draft  # noqa: B018, it raises
                 is_same = all(other.state[name] is each for name, each in self.state.items())
-                if not is_same or other not in known:
+                if not (is_same and other in known) and other.draft:  # which raises where it cannot be
                     known += [other] * is_same
                     said = ", ".join([words, *changes(self.stated(), other.stated())])
                     yield replace(other, steps=(*self.steps, number), words=(*self.words, said))
@@ -235,7 +234,8 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
       for n in (-1, 1)],
     ("weights of norms less 1 in the file", lambda r: tensors(r, NORMS, lambda weight: weight + 1)),
     *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
-      for one, two in (("gate_proj", "up_proj"), ("input_norm", "hidden_norm"), ("layers.0", "layers.1"))],
+      for one, two in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_norm", "k_norm"),
+                       ("input_norm", "hidden_norm"), ("layers.0", "layers.1"))],
     ("feature before embedding", lambda r: tensors(r, "fc scale q_proj k_proj v_proj", lambda rows: _halves(rows, r))),
     ("embeddings times the root of their width", lambda r: _scaled(r, 0.5)),
     ("embeddings over the root of their width", lambda r: _scaled(r, -0.5)),
@@ -249,6 +249,8 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     ("vocabulary as ids", lambda r: tensors(r, "vocabulary", lambda ids: ids - torch.arange(len(ids)).to(ids))),
     ("vocabulary as offsets", lambda r: tensors(r, "vocabulary", lambda ids: ids + torch.arange(len(ids)).to(ids))),
     ("no window", lambda r: {"window": None}),
+    *[(f"{n} positions for each specialist", lambda r, n=n: {"allocation": (n,) * r.config.layer_count}
+       if r.config.layer_count > 1 and not r.config.one_pass else {}) for n in (1, 2, 3, 4)],
     *[("length of the block", lambda r, n=n: {"depth": r.depth + n, "allocation": (r.depth + n,)}
        if r.config.one_pass else {}) for n in (-1, 1, -2, 2, -3, 3, -4, 4)],
     *[(f"{name} token as mask", lambda r, name=name: _masked(r, getattr(r.target.tokenizer, f"{name}_token_id")))

@@ -66,7 +66,7 @@ class Specialists(nn.Module):
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and not module.weight.is_meta:  # where a draw takes a millisecond
                 nn.init.normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

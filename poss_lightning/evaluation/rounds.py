@@ -75,6 +75,8 @@ def read_rounds(paths: Paths) -> pd.DataFrame:
         ValueError: no path, or a file that is not an engine's.
     """
     listed = [paths] if isinstance(paths, str | Path) else paths
+    if not listed:
+        raise ValueError("paths is empty; give folders with rounds, or files of engines")
     return pd.concat([_read(file) for path in listed for file in find_rounds(Path(path))], ignore_index=True)
 
 
