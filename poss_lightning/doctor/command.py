@@ -32,7 +32,7 @@ from poss_lightning.interop.checkpoints import write_folder
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.interop.settings import publish
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
-from poss_lightning.reports.statistics import LEVEL, interval, mean_over
+from poss_lightning.reports.statistics import LEVEL, Comparison, interval, mean_over
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
@@ -181,11 +181,10 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
             best = _best(case, base, _pairs(case, reading), *FEW)  # two faults may each prevent all acceptance
         if best is None:
             break
-        other, counts = best
+        other, counts, gain = best
         before, after = (own.rates()[0, 0] for own in (base, counts))
-        gain = compare({0: counts}, base)[0].with_interval("+.2f")
         causes += other.words[len(reading.words) :]
-        causes[-1] += f": position 1 from {before:.2f} to {after:.2f}, τ {gain}"
+        causes[-1] += f": position 1 from {before:.2f} to {after:.2f}, τ {gain.with_interval('+.2f')}"
         reading, base = other, counts
     if not above_chance(base, case.texts.samples()):
         return print(f"\n{FOREIGN}")
@@ -202,21 +201,23 @@ def _pairs(case: Case, reading: Reading) -> Iterator[Reading]:
 
 def _best(
     case: Case, base: Counts, candidates: Iterator[Reading], every: int, depth: int
-) -> tuple[Reading, Counts] | None:
-    """Find the reading that accepts most, and what it accepts; None if none accepts significantly more.
+) -> tuple[Reading, Counts, Comparison] | None:
+    """Find the reading that accepts most, what it accepts, and its gain; None if none accepts significantly more.
 
-    Some of the texts, positions and tokens show which candidates are measured in full. Of those within 2 % of the best
-    the first counts: many a large rotary base accepts as much as the target's scaling, which stands before them.
+    Some of the texts, positions and tokens show which candidates are measured in full; the others of the texts, which
+    chose none of them, say whether these accept more. Of those within 2 % of the best the first counts: many a large
+    rotary base accepts as much as the target's scaling, which stands before them.
     """
-    few, top, number = partial(screened, depth=depth), list[tuple[float, int, Reading]](), -1
+    few, top = partial(screened, depth=depth), list[tuple[float, int, Reading]]()
     for number, each in enumerate(tqdm(candidates, desc="hypotheses", leave=False)):
         tau = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
         top = sorted([*top, (-tau, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors
-    full = {i: (each, case.measured(each.name, each)) for _, i, each in top}
-    gains = compare({i: full[i][1] if i in full else base for i in range(number + 1)}, base)
+    full = {number: (each, case.measured(each.name, each)) for _, number, each in top}
+    gains = compare({i: counts.without(every) for i, (_, counts) in full.items()}, base.without(every))
     least = LEAST * base.tau().values[0]
-    sure = {i: gains[i].value for i in full if gains[i].p < LEVEL and gains[i].value > least}
-    return full[min(i for i in sure if sure[i] > max(sure.values()) - least)] if sure else None
+    sure = {i: gain.value for i, gain in gains.items() if gain.p < LEVEL and gain.value > least}
+    first = min((i for i in sure if sure[i] > max(sure.values()) - least), default=None)
+    return None if first is None else (*full[first], gains[first])
 
 
 def _keys(*readings: Reading) -> Iterator[str]:

@@ -37,6 +37,10 @@ class Counts(NamedTuple):
         """The same of the first prompts and positions."""
         return Counts(*(part[:prompts, :depth] for part in self))
 
+    def without(self, every: int) -> "Counts":
+        """The same without every n-th prompt, from the first on."""
+        return Counts(*(np.delete(part, slice(None, None, every), 0) for part in self))
+
     def rates(self) -> Floats:
         """pos-acc of all prompts, then without each in turn: (1+Q, K)."""
         every = statistics.leave_one_out(len(self.reached))

@@ -31,10 +31,10 @@ from tests.support.tiny import tiny_target, write_target
 State = dict[str, Tensor]
 HEALTHY = [  # family of the target, kind, how it has learnt, formats that its copies are written in and read as
     ("llama", "eagle2", {}, ["eagle eagle", "eagle hass"]),
-    ("llama", "eagle2", {"allocation": (2, 1)}, ["poss poss"]),
+    ("llama", "eagle2", {"allocation": (2, 1), "depth": 3}, ["poss poss"]),
     ("llama", "eagle3", {}, ["eagle3 eagle3", "speculators speculators", "vllm eagle3", "sglang eagle3"]),
     ("llama", "eagle3", {"fc_norm": True, "norm_output": True}, ["vllm eagle3"]),
-    ("llama", "eagle3", {"allocation": (2, 1), "kv": "shared"}, ["vllm speed"]),
+    ("llama", "eagle3", {"allocation": (2, 1), "kv": "shared", "depth": 3}, ["vllm speed"]),
     ("llama", "block", {}, ["dflash dflash"]),
     ("qwen3", "eagle2", {}, []),
     ("qwen3", "eagle3", {}, ["eagle3 eagle3"]),
