@@ -37,7 +37,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
 LEAST, MOST = 0.02, 4  # gain in τ above which a cause is named, as a share; causes that are looked for
-SOME, FEW, FULL = (3, 3), (8, 1), 4  # every third text and 3 positions show which 4 to measure in full; of pairs fewer
+SOME, FEW, FULL = (3, 3), (8, 1), 4  # every third text and 3 positions show which 4 may be best; of pairs fewer
 MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
 FOREIGN = "not this target's draft, by any reading tried"
@@ -156,7 +156,7 @@ def _climb(case: Case, reading: Reading, engine: tuple[float, list[float]] | Non
         if texts in case.texts.asked:
             rungs[name] = own = case.measured(name.replace(" ", "-"), replace(reading, texts=texts), measure)
             _print_rung(name, interval(mean_over([own.tau()])).with_interval(), own.rates()[0])
-            losses += [name] if base and compare({0: own}, rungs[base])[0].direction == "smaller" else []
+            losses += [name] if base and compare(own, rungs[base]).direction == "smaller" else []
     if engine:
         tau, rates = engine
         _print_rung("the engine", f"{tau:.2f}", rates)
@@ -204,20 +204,24 @@ def _best(
 ) -> tuple[Reading, Counts, Comparison] | None:
     """Find the reading that accepts most, what it accepts, and its gain; None if none accepts significantly more.
 
-    Some of the texts, positions and tokens show which candidates are measured in full; the others of the texts, which
-    chose none of them, say whether these accept more. Of those within 2 % of the best the first counts: many a large
-    rotary base accepts as much as the target's scaling, which stands before them.
+    Some of the texts, positions and tokens show which candidates may be best. On the other texts, which had no part in
+    that, they are tested one after the other, up to the first that gains too little. In such a fixed sequence each test
+    has the full level. Of those within 2 % of the best the first in the table counts: many a large rotary base accepts
+    as much as the target's scaling, which stands before them.
     """
     few, top = partial(screened, depth=depth), list[tuple[float, int, Reading]]()
     for number, each in enumerate(tqdm(candidates, desc="hypotheses", leave=False)):
         tau = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
         top = sorted([*top, (-tau, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors
-    full = {number: (each, case.measured(each.name, each)) for _, number, each in top}
-    gains = compare({i: counts.without(every) for i, (_, counts) in full.items()}, base.without(every))
-    least = LEAST * base.tau().values[0]
-    sure = {i: gain.value for i, gain in gains.items() if gain.p < LEVEL and gain.value > least}
-    first = min((i for i in sure if sure[i] > max(sure.values()) - least), default=None)
-    return None if first is None else (*full[first], gains[first])
+    least, sure = LEAST * base.tau().values[0], dict[int, tuple[Reading, Counts, Comparison]]()
+    for _, number, each in top:
+        counts = case.measured(each.name, each)
+        gain = compare(counts.without(every), base.without(every))
+        if not (gain.p < LEVEL and gain.value > least):
+            break
+        sure[number] = each, counts, gain
+    most = max((gain.value for *_, gain in sure.values()), default=0.0)
+    return next((sure[i] for i in sorted(sure) if sure[i][2].value > most - least), None)
 
 
 def _keys(*readings: Reading) -> Iterator[str]:

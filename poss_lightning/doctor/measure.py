@@ -2,10 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,13 +51,11 @@ class Counts(NamedTuple):
         return Jackknife(1 + np.nan_to_num(self.rates()).cumprod(1).sum(1), self.reached[:, 0] > 0)
 
 
-def compare(counts: Mapping[Any, Counts], base: Counts) -> dict[Any, Comparison]:
-    """Differences in τ from `base`, over prompts and positions that both have, by Holm's correction for all of them."""
-    means = {}
-    for name, own in counts.items():
-        sizes = [*map(min, own.reached.shape, base.reached.shape)]
-        means[name] = statistics.mean_over([own.first(*sizes).tau()], [base.first(*sizes).tau()])
-    return statistics.compare_means(means)
+def compare(counts: Counts, base: Counts) -> Comparison:
+    """Difference in τ from `base`, over prompts and positions that both have."""
+    sizes = [*map(min, counts.reached.shape, base.reached.shape)]
+    means = statistics.mean_over([counts.first(*sizes).tau()], [base.first(*sizes).tau()])
+    return statistics.compare_means({"": means})[""]
 
 
 def above_chance(counts: Counts, samples: Sequence[Sample]) -> bool:
@@ -65,7 +63,7 @@ def above_chance(counts: Counts, samples: Sequence[Sample]) -> bool:
     choices = [sample.greedy[sample.greedy >= 0] for sample in samples]
     common = torch.cat(choices).mode().values
     chance = Counts(*np.array([[[float(len(own))], [float((own == common).sum())]] for own in choices]).swapaxes(0, 1))
-    gain = compare({0: counts.first(len(samples), 1)}, chance)[0]
+    gain = compare(counts.first(len(samples), 1), chance)
     return gain.p < statistics.LEVEL and gain.value > 0
 
 
