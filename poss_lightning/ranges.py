@@ -90,7 +90,7 @@ def has_range(hint: Any) -> bool:
 def describe_refusal(error: ValidationError, *name: str) -> str:
     """Return what pydantic refuses, in one line: where it is, its value, and what would be right."""
     first, *others = error.errors()
-    same = [each["loc"] for each in (first, *others) if name or each["loc"][0] == first["loc"][0]]
+    same = [each["loc"] for each in (first, *others) if name or each["loc"][:1] == first["loc"][:1]]
     common = [str(parts[0]) for parts in zip(*same, strict=False) if len({*parts}) == 1]  # a union's end in a type
     where = ".".join([*name, *common])
     if first["type"] == "missing":

@@ -1,4 +1,4 @@
-"""Plant faults in the files of drafts for the embedded target, and see whether `poss doctor` names each cause first.
+"""Plant faults in files of drafts for the embedded target, and see whether `poss doctor` names these and nothing else.
 
 python experiments/doctor/plants.py runs/plants [PART OF A NAME ...]
 

@@ -4,8 +4,10 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,9 +15,9 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.doctor.command import FOREIGN, NOTHING
+from poss_lightning.doctor.command import FOREIGN, NOTHING, _best
 from poss_lightning.doctor.files import facts, load
-from poss_lightning.doctor.measure import engine_acceptance, replayed, unrolled
+from poss_lightning.doctor.measure import Counts, engine_acceptance, replayed, unrolled
 from poss_lightning.doctor.texts import FROM_STORE, TargetAnswers
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling
@@ -160,6 +162,19 @@ def test_a_planted_fault_is_named_first(fault, deep, family_target, learnt, diag
     target = family_target(fault.family)[0] if fault.family else deep
     draft = planted(learnt(fault.kind, target, **fault.learnt), tmp_path / "draft", fault.state, **fault.config)
     assert diagnose(draft, target=target)[0].startswith(fault.words)
+
+
+@pytest.mark.parametrize(("third", "others", "is_named"), [(9, 5, False), (6, 7, True), (4, 7, True)])
+def test_the_texts_that_choose_a_reading_do_not_test_it(third, others, is_named):
+    """What is accepted of 10 chains in the texts that choose, 0, 3, 6 and 9, and in the others; 5 as the files say."""
+
+    def measured(name: str, _, measure=unrolled, every: int = 1) -> Counts:
+        accepted = np.where(np.arange(12) % 3, others, third)[::every, None] + np.arange(12)[::every, None] % 2 * 0.5
+        return Counts(np.full_like(accepted, 10.0, float), accepted.astype(float))
+
+    base = Counts(np.full((12, 1), 10.0), np.full((12, 1), 5.0))
+    best = _best(SimpleNamespace(measured=measured), base, iter([SimpleNamespace(name="0")]), 3, 1)  # pyright: ignore
+    assert (best is not None) == is_named
 
 
 TWICE = [  # kind, words of both causes, tensors, config
