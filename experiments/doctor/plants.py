@@ -91,7 +91,7 @@ def shuffled(value: Tensor) -> Tensor:
 
 
 # fmt: off
-EAGLE, EAGLE_3, BLOCK = "eagle", "eagle3", "dflash"  # formats of the files
+EAGLE, POSS, EAGLE_3, BLOCK = "eagle", "poss", "eagle3", "dflash"  # formats of the files
 QK, QKV = "q_proj k_proj", "q_proj k_proj v_proj"
 LAYERS, POST = "eagle_aux_hidden_state_layer_ids", "post_attention_layernorm"
 PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it is planted, how its causes begin
@@ -106,6 +106,9 @@ PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it i
     (EAGLE, "embeddings too small", change("embed_tokens", lambda rows: rows / 24), "embed_tokens.weight"),
     (EAGLE, "halves and base", both(change("fc.weight", halves), say(rope_theta=500.0)),
      "feature before embedding|the target's rotary base"),
+    (POSS, "nothing", say(), NOTHING),
+    (POSS, "rotary base 500", say(rope_theta=500.0), "the target's rotary base"),
+    (POSS, "specialists exchanged", exchange("layers.0", "layers.1"), "layers.0 and layers.1 exchanged"),
     (EAGLE_3, "nothing", say(), NOTHING),
     (EAGLE_3, "layers one too high", say(**{LAYERS: [3, 16, 28]}), "layer numbers -1"),
     (EAGLE_3, "layers one too low", say(**{LAYERS: [1, 14, 26]}), "config.json: eagle_aux"),
@@ -168,7 +171,8 @@ def publish(source: str, folder: Path, output_format: str) -> Path:
 def main(runs: str, *parts: str) -> None:
     """Write what is named for each fault, in the order of the parts."""
     target, file = Target.load("embedded"), Path(runs, "plants.jsonl")
-    sources = {EAGLE: "embedded-hass", EAGLE_3: f"{runs}/eagle3/draft-last", BLOCK: f"{runs}/block/draft-last"}
+    sources = {EAGLE: "embedded-hass", POSS: "embedded-poss2"}
+    sources |= {EAGLE_3: f"{runs}/eagle3/draft-last", BLOCK: f"{runs}/block/draft-last"}
     texts = TargetAnswers(target, Path(runs), FROM_STORE, 0, FeatureStore(f"{runs}/texts"), 24)
     chosen = [each for part in parts or [""] for each in PLANTS if part in f"{each[0]} {each[1]}"]
     for kind, name, plant, words in tqdm(chosen, unit="fault"):
@@ -177,7 +181,7 @@ def main(runs: str, *parts: str) -> None:
             continue
         folder = Path(runs, "faults", f"{kind}-{name}".replace(" ", "-"))
         plant_in(publish(sources[kind], Path(runs, "published", kind), kind), folder, plant)
-        reading, _ = load(str(folder), kind, None, target)
+        reading, _ = load(str(folder), kind, [2, 2, 2] if kind == POSS else None, target)
         start, printed = time.perf_counter(), StringIO()
         with redirect_stdout(printed):
             find_causes(Case(Work(folder / "measured"), texts), reading)

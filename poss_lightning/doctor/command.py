@@ -1,5 +1,6 @@
 """`poss doctor`: why a draft accepts less than it should."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -7,6 +8,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal
+from zlib import crc32
 
 import numpy as np
 from tqdm import tqdm
@@ -36,7 +38,8 @@ from poss_lightning.reports.statistics import LEVEL, Comparison, interval, mean_
 from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
-LEAST, MOST = 0.02, 4  # gain in τ above which a cause is named, as a share; causes that are looked for
+LEAST, LATER = 0.02, 0.1  # gain in τ above which a cause is named, as a share; where position 1 gains nothing
+MOST, FEWEST = 4, 6  # causes that are looked for; texts, of which a third chooses and the others test
 SOME, FEW, FULL = (3, 3), (8, 1), 4  # every third text and 3 positions show which 4 may be best; of pairs fewer
 MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
@@ -84,7 +87,7 @@ def doctor(
         store: features of the target's own answers instead, as for `poss replay`.
         served: an engine's counters: vLLM's /metrics, SGLang's /server_info, or responses with the acceptance of each.
         fix: folder to write: the draft in our format, read as it accepts most.
-        out: folder to write; by default one in runs/doctor/ for this draft and these texts.
+        out: folder to write; by default one in runs/doctor/ for this draft, its config and these texts.
         limit: prompts or conversations.
         answer_tokens: most tokens of an answer.
         dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
@@ -96,6 +99,8 @@ def doctor(
     questions = [] if store else [replace(each, turns=each.turns[:1]) for each in read_suites(prompts)]
     questions = questions[:: max(len(questions) // limit, 1)][:limit]
     stored = FeatureStore(store) if store else None
+    if (given := min(limit, len(stored)) if stored else len(questions)) < FEWEST:
+        raise ValueError(f"{given} texts show nothing; give {FEWEST} or more, and a limit that takes them")
     model = Target.load(target, dtype, device)
     if stored and (difference := stored.target.difference(model.spec)):
         raise ValueError(f"store {store} is of another target than {target}: {difference}")
@@ -105,16 +110,17 @@ def doctor(
         return print(f"{error}\n{FOREIGN}")
     print(*facts(found, said), *found.words, sep="\n")
     texts = sha256(stored.folders[0] / MANIFEST) if stored else digest(questions)
-    folder = Path(out or f"runs/doctor/{Path(draft).name}-{texts[:8]}")
+    settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
+    settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}
+    settings |= {"hypotheses": len(HYPOTHESES), "target": asdict(model.spec)}  # measurements have numbers of the former
+    digits = f"{crc32(json.dumps(settings, default=str).encode()):08x}"
+    folder = Path(out or f"runs/doctor/{Path(draft).name}-{digits}")
     check_folder(folder, MEASURED)
     work = Work(folder / MEASURED)
     asked = ask(model, questions) if questions else FROM_STORE
     case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
-    settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
-    settings |= {"draft": describe_draft(found.draft), "config": asdict(found.config), "words": found.words}
-    settings |= {"hypotheses": len(HYPOTHESES)}  # measurements are named by their numbers
     with work.exclusive(wait=False):
-        work.claim(settings | {"target": asdict(model.spec)})
+        work.claim(settings)
         _climb(case, found, engine)
         reading = find_causes(case, found)
     if fix and reading:
@@ -211,17 +217,18 @@ def _best(
     """
     few, top = partial(screened, depth=depth), list[tuple[float, int, Reading]]()
     for number, each in enumerate(tqdm(candidates, desc="hypotheses", leave=False)):
-        tau = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
-        top = sorted([*top, (-tau, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors
-    least, sure = LEAST * base.tau().values[0], dict[int, tuple[Reading, Counts, Comparison]]()
+        accepted = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
+        top = sorted([*top, (-accepted, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors
+    tau, sure = base.tau().values[0], dict[int, tuple[Reading, Counts, Comparison]]()
     for _, number, each in top:
         counts = case.measured(each.name, each)
         gain = compare(counts.without(every), base.without(every))
-        if not (gain.p < LEVEL and gain.value > least):
+        gains_at_once = counts.rates()[0, 0] > base.rates()[0, 0]
+        if not (gain.p < LEVEL and gain.value > (LEAST if gains_at_once else LATER) * tau):
             break
         sure[number] = each, counts, gain
     most = max((gain.value for *_, gain in sure.values()), default=0.0)
-    return next((sure[i] for i in sorted(sure) if sure[i][2].value > most - least), None)
+    return next((sure[i] for i in sorted(sure) if sure[i][2].value > most - LEAST * tau), None)
 
 
 def _keys(*readings: Reading) -> Iterator[str]:

@@ -1,6 +1,5 @@
 """A draft's files as they are: the reading that `poss convert` would take, and what they say beside the target."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from math import isclose
@@ -13,12 +12,14 @@ from poss_lightning.doctor.readings import Reading
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.convert import parse_published, read_published
-from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout
+from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout, refuse
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
 
 SIZES = "hidden_size", "vocab_size", "num_target_layers"  # those of a draft are its target's
 HEADS = "num_attention_heads", "num_key_value_heads"  # so are those of ours
+LAYERS = settings.LAYER_IDS, "target_layer_ids"  # keys that number the target's layers
+SWITCH_OF = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc"}  # by the tensor that needs it
 Said = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -27,23 +28,30 @@ class ForeignDraft(ValueError):
     """A draft whose sizes are of a different target."""
 
 
-def _drop(said: Said, *names: str) -> None:
-    for own in (said, *(value for value in said.values() if isinstance(value, dict))):
-        for name in names:
-            own.pop(name, None)
-
-
-# What `poss convert` refuses, by how its words begin: what is done instead, with config.json or with the tensors.
-# fmt: off
-REPAIRS: dict[str, tuple[str, Callable[[Said, Tensors], Any]]] = {
-    TO_TARGET: ("read as ids",
-                lambda _, own: own.update({TO_TARGET: own[TO_TARGET] - torch.arange(len(own[TO_TARGET]))})),
-    **{name: ("ignored", lambda _, own, name=name: own.pop(name)) for name in (TO_DRAFT, EMBEDDING, HEAD)},
-    f"config.json: {settings.LAYER_IDS}": ("ignored", lambda said, _: _drop(said, settings.LAYER_IDS)),
-    "config.json: partial_rotary_factor": ("ignored", lambda said, _: _drop(said, "partial_rotary_factor")),
-    "config.json: rope_scaling": ("ignored", lambda said, _: _drop(said, "rope_type", "type")),
-}
-# fmt: on
+def _repair(name: str, said: Said, own: Tensors, target: Target) -> str | None:
+    """Change what `poss convert` refuses, a key or a tensor by its name, and say how it is read; None if unknown."""
+    if name == TO_TARGET and own.keys() & {TO_TARGET, TO_DRAFT}:
+        is_lost = name not in own
+        ids = own[TO_DRAFT].nonzero()[:, 0] if is_lost else own[name].long().flatten()
+        own[name] = ids - torch.arange(len(ids))
+        return f"ids are those of {TO_DRAFT}" if is_lost else "read as ids"
+    if name in own and name in SWITCH_OF:
+        said["eagle_config"] = settings.mapping(said, "eagle_config") | {SWITCH_OF[name]: True}
+        return f"read with {SWITCH_OF[name]}"
+    if own.pop(name, None) is not None:
+        return "ignored"
+    found, names = [], {"rope_scaling": ("rope_type", "type"), "it": LAYERS}.get(name, (name,))  # "it fuses layers …"
+    for level in (said, *(value for value in said.values() if isinstance(value, dict))):
+        for key in level.keys() & {*names}:
+            ids, level[key] = level[key], None
+            if name == "it":
+                level[key] = sorted(ids or [])
+            elif key in LAYERS and isinstance(ids, list) and all(type(i) is int for i in ids):
+                first = int(key == settings.LAYER_IDS and level is said)  # from 0 for from 1, or the other way
+                inside = {*range(first, target.spec.layers - 1 + first)}
+                level[key] = next((each for n in (-1, 1) if inside.issuperset(each := [i + n for i in ids])), None)
+            found.append(f"read as {level[key]}" if level[key] else "ignored")
+    return found[0] if found else None
 
 
 def load(source: str, input_format: str, allocation: list[int] | None, target: Target) -> tuple[Reading, Said]:
@@ -57,6 +65,7 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
     """
     refused, frozen = [], {}
     if input_format == "ours":
+        refuse((allocation is not None, f"allocation is {allocation}; a draft of ours states its own: leave it out"))
         draft = load_draft(source)
         config, state = draft.config, draft.state_dict()
         said = settings.publish(config, find_layout("vllm", config), state, target.embed_head.tied)
@@ -64,27 +73,30 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
     else:
         said, tensors, layout, runs = read_published(source, input_format, allocation)
         _check_sizes(said, target)
-        read, kept, config = deepcopy(said), dict(tensors), None
+        read, kept, config, errors = deepcopy(said), dict(tensors), None, dict[str, ValueError]()
         while config is None:
             try:
                 config, state = parse_published(read, kept, layout, runs, target)
             except ValueError as error:
-                words, repair = next((REPAIRS[each] for each in REPAIRS if str(error).startswith(each)), ("", None))
-                if repair is None or f"{error}: {words}" in refused:
-                    raise
+                name = str(error).removeprefix("config.json: ").split()[0]  # errors begin with it
+                first, words = errors.setdefault(name, error), _repair(name, read, kept, target)
+                if words is None or first is not error:
+                    raise ValueError(f"{source} as {input_format}: {first}") from error
                 refused.append(f"{error}: {words}")
-                repair(read, kept)
         frozen = {name: tensors[name] for name in (EMBEDDING, HEAD, TO_DRAFT) if name in tensors and name not in kept}
     if not same_weights(config.target.fingerprint, target.spec.fingerprint):
         refused.append(f"its config.json has the fingerprint of other weights than those of {target.spec.name}")
+    if config.target.template not in ("", target.spec.template):
+        refused.append(f"its config.json has the digest of another chat template than that of {target.spec.name}")
     if config.vocabulary_size is None:
         state.pop("vocabulary", None)
     state, frozen = (
         {name: each.to(target.device, target.dtype if each.is_floating_point() else None) for name, each in own.items()}
         for own in (state, frozen)
     )
-    stated = {"rope_theta": config.rope_theta or target.spec.rope_theta, "inner_layers": config.aux_layers or None}
-    config = replace(config, **stated, mask_token=config.mask_row if config.one_pass else None)
+    theta, mask = config.rope_theta or target.spec.rope_theta, config.mask_row if config.one_pass else None
+    stated = {"rope_theta": theta, "norm_eps": config.eps, "mask_token": mask}
+    config = replace(config, **stated, inner_layers=config.aux_layers or None)
     sources = config.aux_layers or (target.spec.layers + 1,)
     return Reading(target, config, state, frozen, target.embed_head, sources, words=tuple(refused)), said
 

@@ -123,7 +123,7 @@ def engine_acceptance(path: str) -> tuple[float, list[float]]:
     Raises:
         ValueError: nothing in the file says how many tokens were accepted.
     """
-    text, sums = Path(path).read_text(), Counter[int]()
+    text, sums = Path(path).read_text(errors="replace"), Counter[int]()
     for place, value in COUNTER.findall(text):
         sums[int(place or -1) + 1] += int(float(value))
     if sums:
@@ -136,4 +136,6 @@ def engine_acceptance(path: str) -> tuple[float, list[float]]:
         except ValueError as error:
             raise ValueError(f"{error}; or a saved /metrics of vLLM or SGLang") from None
         reached = np.array([(rounds >= place).sum() for place in range(rounds.max() + 1)])
+    if not reached[0]:
+        raise ValueError(f"{path} has counters of no draft: save /metrics after the engine has answered")
     return float(reached.sum() / reached[0]), statistics.ratio(reached[1:], reached[:-1]).tolist()

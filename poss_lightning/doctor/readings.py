@@ -4,10 +4,12 @@ A reading is all that stands between files and proposals. At slot t a draft join
 of the target there, and proposes x_{t+2}. With `tokens`, `features` or `labels` 1 it is the one of the next slot.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -147,9 +149,10 @@ def tensors(reading: Reading, names: str, change: Callable[[Tensor], Tensor]) ->
 
 
 def swapped(reading: Reading, one: str, two: str) -> Changes:
-    """Exchange the tensors that have one of two words in their names."""
-    names = {name: name.replace(one, "*").replace(two, one).replace("*", two) for name in reading.state}
-    return {"state": {name: reading.state[names[name]] for name in names}}
+    """Exchange the tensors whose names differ in one of two words alone."""
+    words = re.compile(rf"(?<![^.])({one}|{two})(?![^.])")
+    names = {name: words.sub(lambda word: two if word[0] == one else one, name) for name in reading.state}
+    return {"state": {name: reading.state[other] for name, other in names.items() if other in names}}
 
 
 def heads(reading: Reading, order: Tensor) -> Changes:
@@ -234,8 +237,7 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
       for n in (-1, 1)],
     ("weights of norms less 1 in the file", lambda r: tensors(r, NORMS, lambda weight: weight + 1)),
     *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
-      for one, two in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("q_norm", "k_norm"),
-                       ("input_norm", "hidden_norm"), ("layers.0", "layers.1"))],
+      for one, two in (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("input_norm", "hidden_norm"))],
     ("feature before embedding", lambda r: tensors(r, "fc scale q_proj k_proj v_proj", lambda rows: _halves(rows, r))),
     ("embeddings times the root of their width", lambda r: _scaled(r, 0.5)),
     ("embeddings over the root of their width", lambda r: _scaled(r, -0.5)),
@@ -249,8 +251,6 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     ("vocabulary as ids", lambda r: tensors(r, "vocabulary", lambda ids: ids - torch.arange(len(ids)).to(ids))),
     ("vocabulary as offsets", lambda r: tensors(r, "vocabulary", lambda ids: ids + torch.arange(len(ids)).to(ids))),
     ("no window", lambda r: {"window": None}),
-    *[(f"{n} positions for each specialist", lambda r, n=n: {"allocation": (n,) * r.config.layer_count}
-       if r.config.layer_count > 1 and not r.config.one_pass else {}) for n in (1, 2, 3, 4)],
     *[("length of the block", lambda r, n=n: {"depth": r.depth + n, "allocation": (r.depth + n,)}
        if r.config.one_pass else {}) for n in (-1, 1, -2, 2, -3, 3, -4, 4)],
     *[(f"{name} token as mask", lambda r, name=name: _masked(r, getattr(r.target.tokenizer, f"{name}_token_id")))
@@ -259,7 +259,38 @@ HYPOTHESES: list[tuple[str, Callable[[Reading], Changes]]] = [  # what is read d
     *[(name, lambda r, name=name: {"texts": name}) for name in SWITCHES],
 ]
 WHOLE = len(HYPOTHESES)  # pairs are tried of these
-HYPOTHESES += [(f"layer {i + 1} of those that are fused", lambda r, i=i, n=n: {
-    "sources": [*r.sources[:i], n, *r.sources[i + 1:]]} if r.config.aux_layers and i < len(r.sources) else {})
-    for i in range(8) for n in range(1, 100)]
+HYPOTHESES += [
+    *[(f"layer {i + 1} of those that are fused", lambda r, i=i, n=n: {
+        "sources": [*r.sources[:i], n, *r.sources[i + 1:]]} if r.config.aux_layers and i < len(r.sources) else {})
+      for i in range(8) for n in range(1, 100)],
+    *[(f"layers {i + 1} and {j + 1} of those that are fused exchanged", lambda r, i=i, j=j: {
+        "sources": [r.sources[{i: j, j: i}.get(k, k)] for k in range(len(r.sources))]})
+      for i, j in combinations(range(8), 2)],
+    *[("rotary base", lambda r, theta=theta: {"rope_theta": theta}) for theta in (100, 1e3, 3e4, 1.5e5, 2.5e5, 5e6)],
+    *[(f"linear scaling of rotary angles by {factor}", lambda r, factor=factor: {"rope_scaling": RopeScaling(
+        factor=factor, low_freq_factor=1e17, high_freq_factor=1e18, original_max_position_embeddings=1)})
+      for factor in (2, 4, 8)],  # no wave turns so often: all are slowed
+    *[("epsilon of norms", lambda r, eps=eps: {"norm_eps": eps or r.target.spec.norm_eps}) for eps in (0, 1e-6, 1e-5)],
+    *[(f"{one} and {two} exchanged", lambda r, one=one, two=two: swapped(r, one, two))
+      for one, two in (("q_proj", "o_proj"), ("q_norm", "k_norm"), *((name, "norm") for name in NORMS.split()[1:4]),
+                       *((f"layers.{i}", f"layers.{j}") for i, j in combinations(range(4), 2)))],
+    *[(f"queries {words} the root of a head's dimensions", lambda r, power=power: tensors(
+        r, "q_proj q_norm", lambda rows: rows * r.config.target.head_dim**power))
+      for words, power in (("times", 0.5), ("over", -0.5))],
+    ("embeddings without the target's factor", lambda r: {"scale": 1 / r.target.config.embedding_multiplier}),
+    *[(f"{words} {n:+}", lambda r, name=name, n=n: tensors(
+        r, name, lambda rows: rows + n if name == "vocabulary" else rows.roll(n, 0)))
+      for name, words in (("vocabulary", "ids of the vocabulary"), ("lm_head", "rows of the head")) for n in (-1, 1)],
+    ("keys of the specialists", lambda r: {"kv": "separate" if r.config.kv == "shared" else "shared"}
+     if r.config.layer_count > 1 else {}),
+    *[("length of the block", lambda r, n=n: {"depth": n, "allocation": (n,)} if r.config.one_pass else {})
+      for n in (7, 9, 15)],
+    *[(f"{n} positions for each specialist", lambda r, n=n: {"allocation": (n,) * r.config.layer_count}
+       if r.config.layer_count > 1 and not r.config.one_pass else {}) for n in (1, 2, 3, 4)],
+    *[(f"a window of {n}", lambda r, n=n: {"window": n}) for n in (4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096)],
+    *[(f"mask token {n:+}", lambda r, n=n: _masked(r, r.config.mask_row + n)) for n in (-1, 1)],
+    *[("added token as mask", lambda r, i=i: _masked(r, sorted(r.target.tokenizer.added_tokens_decoder)[i]))
+      for i in range(32)],
+    ("the first token after the tokenizer's as mask", lambda r: _masked(r, len(r.target.tokenizer))),
+]
 # fmt: on

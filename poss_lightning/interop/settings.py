@@ -91,6 +91,8 @@ def parse_config(
         config = replace(config, inner_layers=_find_layers(stated, config))
     own = mapping(stated, CONFIG_KEY)  # of a draft that was ours
     config = replace(config, **{name: own[name] for name in UNSTATED[1:] if name in own})
+    words = f"block_size says {sum(allocation)}"
+    check_setting(not config.one_pass or config.depth == sum(allocation), "depth", config.depth, words)
     check_layers(config)
     return config
 

@@ -72,7 +72,10 @@ def exchanged(one: str, two: str) -> Callable[[State], State]:
 
 
 def swapped_layers(state: State) -> State:
-    return {name.translate({48: "1", 49: "0"}): value for name, value in state.items() if "layers" in name}
+    """The last two exchanged."""
+    last = max(int(name.split(".")[1]) for name in state if "layers" in name)
+    order = str.maketrans({str(last): str(last - 1), str(last - 1): str(last)})
+    return {name.translate(order): value for name, value in state.items() if "layers" in name}
 
 
 def halfway(positions: Tensor) -> Rope:
@@ -99,6 +102,8 @@ NORMS = ("layers.0.input_norm.weight", "layers.0.hidden_norm.weight")
 LLAMA_3 = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 BASE, HIGHER = {"rope_theta": 50.0}, {"inner_layers": (3, 5, 6)}
 ONE_HIGHER = "layer numbers -1, inner_layers [3, 5, 6] → [2, 4, 5]"
+SHARED = {"allocation": (1, 2), "depth": 3, "kv": "shared"}
+LINEAR = RopeScaling(factor=4.0, low_freq_factor=1e17, high_freq_factor=1e18, original_max_position_embeddings=1)
 LONG, SHORT = {"depth": 7, "allocation": (7,)}, {"depth": 2, "allocation": (2,)}
 FAULTS = [  # others are in the worked example and in `TWICE`
     Fault("eagle2", "labels one slot later", learnt={"labels": 1}),
@@ -126,6 +131,18 @@ FAULTS = [  # others are in the worked example and in `TWICE`
     Fault("eagle2", "layers.0 and layers.1 exchanged", swapped_layers, learnt={"allocation": (1, 2), "depth": 3}),
     Fault("eagle2", "k_proj and v_proj exchanged", exchanged("layers.0.k_proj.weight", "layers.0.v_proj.weight")),
     Fault("eagle2", "2 positions for each", config={"allocation": (1, 1)}, learnt={"allocation": (2, 2), "depth": 4}),
+    Fault("eagle2", "layers.1 and layers.2 exchanged", swapped_layers, learnt={"allocation": (1, 1, 1), "depth": 3}),
+    Fault("eagle3", "keys of the specialists, kv separate", config={"kv": "separate"}, learnt=SHARED),
+    Fault("eagle3", "epsilon of norms, norm_eps 0.5", config={"norm_eps": 0.5}),
+    Fault("eagle3", "hidden_norm and norm exchanged", exchanged("layers.0.hidden_norm.weight", "layers.0.norm.weight")),
+    Fault(
+        "eagle3", "linear scaling of rotary angles by 4", config={"rope_scaling": None}, learnt={"rope_scaling": LINEAR}
+    ),
+    Fault("eagle3", "rows of the head -1", lambda s: {"lm_head.weight": s["lm_head.weight"].roll(1, 0)}),
+    Fault("eagle3", "queries times the root", lambda s: {QK[0]: s[QK[0]] / 8**0.5}),
+    Fault("block", "context_norm and norm exchanged", exchanged("context_norm.weight", "norm.weight")),
+    Fault("block", "a window of 4", config={"window": None}, learnt={"window": 4}),
+    Fault("block", "mask token +1", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 9}, {"mask_token": 10}),
     Fault("block", "layers in another order", config={"inner_layers": (4, 2, 5)}),
     Fault("block", "no window", config={"window": 4}),
     Fault("block", "last token as mask", lambda s: {"mask": s["mask"].roll(1)}, {"mask_token": 7}),
@@ -299,6 +316,47 @@ def test_what_convert_refuses_is_read_and_named(learnt, diagnose, convert, tmp_p
         "t2d does not mark the 240",
         "the tokens that t2d marks",
     ]
-    convert(learnt("eagle3"), tmp_path / "all", "--output_format", "eagle3")
-    from_0 = rewritten(tmp_path / "all", eagle_aux_hidden_state_layer_ids=[1, 3, 4])
-    assert "eagle_aux_hidden_state_layer_ids is [1, 3, 4]" in diagnose(from_0, "eagle3")[0]
+    lost = rewritten(
+        tmp_path / "some", lambda state: {"t2d": torch.zeros(320, dtype=torch.bool).index_fill(0, ids, True)}
+    )
+    state = load_file(lost / "model.safetensors")
+    save_file({name: value for name, value in state.items() if name != "d2t"}, lost / "model.safetensors")
+    assert diagnose(lost, "eagle3") == [
+        "d2t is missing, and lm_head.weight has 240 rows for 320 tokens: ids are those of t2d"
+    ]
+
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+REFUSED = [  # kind, format, other keys of config.json, words of the cause and how it is read
+    ("eagle3", "eagle3", {KEY: [1, 3, 4]}, f"config.json: {KEY} is [1, 3, 4]", "read as [2, 4, 5]"),
+    ("eagle3", "eagle3", {KEY: [5, 4, 2]}, "it fuses layers [5, 4, 2]", "read as [2, 4, 5]"),
+    ("eagle3", "eagle3", {"hidden_act": "gelu"}, "config.json: hidden_act is 'gelu'", "ignored"),
+    ("block", "dflash", {"block_size": 6}, "config.json: depth is 3; block_size says 5", "ignored"),
+    ("block", "dflash", {"is_causal": True}, "config.json: is_causal is True", "ignored"),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "form", "keys", "words", "read"), REFUSED)
+def test_keys_that_convert_refuses_are_read_and_named(
+    kind, form, keys, words, read, learnt, diagnose, convert, tmp_path
+):
+    convert(learnt(kind), tmp_path / "draft", "--output_format", form)
+    first = diagnose(rewritten(tmp_path / "draft", **keys), form)[0]
+    assert first.startswith(words) and first.endswith(f": {read}")
+
+
+@pytest.mark.nightly
+def test_a_switch_that_was_lost_is_known_by_its_tensors(learnt, diagnose, convert, tmp_path):
+    convert(learnt("eagle3", fc_norm=True, norm_output=True), tmp_path / "draft", "--output_format", "vllm")
+    (cause,) = diagnose(rewritten(tmp_path / "draft", fc_norm=False), "eagle3")
+    assert cause.startswith("fc_norm.0.weight has no place") and cause.endswith("read with fc_norm")
+
+
+@pytest.mark.nightly
+def test_what_cannot_be_read_is_refused_with_its_file(learnt, diagnose, convert, examine, tmp_path):
+    convert(learnt("eagle3"), tmp_path / "draft", "--output_format", "eagle3")
+    with pytest.raises(ValueError, match=r"draft as eagle3: config.json: num_attention_heads is 8; a draft of ours"):
+        diagnose(rewritten(tmp_path / "draft", num_attention_heads=8), "eagle3")
+    with pytest.raises(ValueError, match="5 texts show nothing; give 6 or more"):
+        examine(tmp_path / "draft", "--limit", 5)
