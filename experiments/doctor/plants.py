@@ -112,7 +112,7 @@ PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it i
     (EAGLE_3, "nothing", say(), NOTHING),
     (EAGLE_3, "layers one too high", say(**{LAYERS: [3, 16, 28]}), "layer numbers -1"),
     (EAGLE_3, "layers one too low", say(**{LAYERS: [1, 14, 26]}), "config.json: eagle_aux"),
-    (EAGLE_3, "layers from high to low", say(**{LAYERS: [27, 15, 2]}), "layers from high to low"),
+    (EAGLE_3, "layers from high to low", say(**{LAYERS: [27, 15, 2]}), "it fuses layers [27, 15, 2]"),
     (EAGLE_3, "the last layer is another", say(**{LAYERS: [2, 15, 29]}), "layer 3 of those"),
     (EAGLE_3, "rotary base 500", say(rope_theta=500.0), "the target's rotary base"),
     (EAGLE_3, "rotary base left out", say(rope_theta=None), "the target's rotary base"),
@@ -127,13 +127,13 @@ PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it i
      "layer numbers -1|norm_before_residual"),
     (BLOCK, "nothing", say(), NOTHING),
     (BLOCK, "layers one too high", say(target_layer_ids=[2, 15, 27]), "layer numbers -1"),
-    (BLOCK, "layers from high to low", say(target_layer_ids=[26, 14, 1]), "layers from high to low"),
+    (BLOCK, "layers from high to low", say(target_layer_ids=[26, 14, 1]), "it fuses layers [27, 15, 2]"),
     (BLOCK, "rotary base 500", say(rope_theta=500.0), "the target's rotary base"),
     (BLOCK, "rotary pairs side by side", change(QK, by_head), "rotary pairs side by side"),
     (BLOCK, "a block of 8 for 6", say(block_size=8), "length of the block"),
     (BLOCK, "a block of 4 for 6", say(block_size=4), "length of the block"),
     (BLOCK, "another token as mask", say(mask_token_id=5), "last token as mask"),
-    (BLOCK, "a window of 8", say(layer_types=["sliding_attention"] * 2, sliding_window=8), "no window"),
+    (BLOCK, "a window of 8", say(layer_types=["sliding_attention"] * 2, sliding_window=8), "config.json: layer_types"),
     (BLOCK, "layers exchanged", exchange("layers.0", "layers.1"), "layers.0 and layers.1 exchanged"),
     (BLOCK, "layers and base", say(target_layer_ids=[2, 15, 27], rope_theta=500.0),
      "layer numbers -1|the target's rotary base"),
@@ -146,7 +146,8 @@ PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it i
 
 def plant_in(source: Path, folder: Path, plant: Plant) -> Path:
     """Copy a published draft with a fault in it."""
-    shutil.copytree(source, folder, dirs_exist_ok=True)
+    if source != folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
     config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     plant(config, state)
     save_file(state, folder / "model.safetensors")
@@ -165,6 +166,7 @@ def publish(source: str, folder: Path, output_format: str) -> Path:
         with TemporaryDirectory() as own:
             draft.save_pretrained(own)
             convert(own, str(folder), output_format=output_format)
+        plant_in(folder, folder, say(poss_lightning=None))  # which no draft of others has
     return folder
 
 
@@ -173,7 +175,7 @@ def main(runs: str, *parts: str) -> None:
     target, file = Target.load("embedded"), Path(runs, "plants.jsonl")
     sources = {EAGLE: "embedded-hass", POSS: "embedded-poss2"}
     sources |= {EAGLE_3: f"{runs}/eagle3/draft-last", BLOCK: f"{runs}/block/draft-last"}
-    texts = TargetAnswers(target, Path(runs), FROM_STORE, 0, FeatureStore(f"{runs}/texts"), 24)
+    texts = TargetAnswers(target, Path(runs), FROM_STORE, 0, FeatureStore(f"{runs}/texts"), 48)
     chosen = [each for part in parts or [""] for each in PLANTS if part in f"{each[0]} {each[1]}"]
     for kind, name, plant, words in tqdm(chosen, unit="fault"):
         done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

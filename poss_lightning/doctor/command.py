@@ -40,7 +40,7 @@ from poss_lightning.work import Work
 
 LEAST, LATER = 0.02, 0.1  # gain in τ above which a cause is named, as a share; where position 1 gains nothing
 MOST, FEWEST = 4, 6  # causes that are looked for; texts, of which a third chooses and the others test
-SOME, FEW, FULL = (3, 3), (8, 1), 4  # every third text and 3 positions show which 4 may be best; of pairs fewer
+SOME, FEW, FULL = (8, 3), (3, 1), 4  # texts, at most a third, and positions that show which 4 may be best; of pairs
 MEASURED, FORCED, CHAIN = "measured", "teacher-forced", "chain"
 NOTHING = "nothing found: no other reading accepts significantly more than what the files say"
 FOREIGN = "not this target's draft, by any reading tried"
@@ -65,7 +65,7 @@ def doctor(
     served: str | None = None,
     fix: str | None = None,
     out: str | None = None,
-    limit: Count = 24,
+    limit: Count = 48,
     answer_tokens: Tokens = 128,
     dtype: str = "auto",
     device: str = "auto",
@@ -97,9 +97,10 @@ def doctor(
         check_new(fix)
     engine = engine_acceptance(served) if served else None
     questions = [] if store else [replace(each, turns=each.turns[:1]) for each in read_suites(prompts)]
-    questions = questions[:: max(len(questions) // limit, 1)][:limit]
     stored = FeatureStore(store) if store else None
-    if (given := min(limit, len(stored)) if stored else len(questions)) < FEWEST:
+    given = min(limit, len(questions if stored is None else stored))
+    questions = [questions[i * len(questions) // given] for i in range(given)] if questions else []
+    if given < FEWEST:
         raise ValueError(f"{given} texts show nothing; give {FEWEST} or more, and a limit that takes them")
     model = Target.load(target, dtype, device)
     if stored and (difference := stored.target.difference(model.spec)):
@@ -206,7 +207,7 @@ def _pairs(case: Case, reading: Reading) -> Iterator[Reading]:
 
 
 def _best(
-    case: Case, base: Counts, candidates: Iterator[Reading], every: int, depth: int
+    case: Case, base: Counts, candidates: Iterator[Reading], texts: int, depth: int
 ) -> tuple[Reading, Counts, Comparison] | None:
     """Find the reading that accepts most, what it accepts, and its gain; None if none accepts significantly more.
 
@@ -215,7 +216,8 @@ def _best(
     has the full level. Of those within 2 % of the best the first in the table counts: many a large rotary base accepts
     as much as the target's scaling, which stands before them.
     """
-    few, top = partial(screened, depth=depth), list[tuple[float, int, Reading]]()
+    every, few = max(3, len(base.reached) // texts), partial(screened, depth=depth)
+    top: list[tuple[float, int, Reading]] = []
     for number, each in enumerate(tqdm(candidates, desc="hypotheses", leave=False)):
         accepted = case.measured(f"{each.name}-of-{every}", each, few, every).tau().values[0]
         top = sorted([*top, (-accepted, number, each)])[:FULL]  # the others are not kept: a pair may have large tensors

@@ -190,7 +190,7 @@ def test_the_texts_that_choose_a_reading_do_not_test_it(third, others, is_named)
         return Counts(np.full_like(accepted, 10.0, float), accepted.astype(float))
 
     base = Counts(np.full((12, 1), 10.0), np.full((12, 1), 5.0))
-    best = _best(SimpleNamespace(measured=measured), base, iter([SimpleNamespace(name="0")]), 3, 1)  # pyright: ignore
+    best = _best(SimpleNamespace(measured=measured), base, iter([SimpleNamespace(name="0")]), 4, 1)  # pyright: ignore
     assert (best is not None) == is_named
 
 
