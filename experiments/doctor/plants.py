@@ -113,7 +113,7 @@ PLANTS: list[tuple[str, str, Plant, str]] = [  # format, what is wrong, how it i
     (EAGLE_3, "layers one too high", say(**{LAYERS: [3, 16, 28]}), "layer numbers -1"),
     (EAGLE_3, "layers one too low", say(**{LAYERS: [1, 14, 26]}), "config.json: eagle_aux"),
     (EAGLE_3, "layers from high to low", say(**{LAYERS: [27, 15, 2]}), "it fuses layers [27, 15, 2]"),
-    (EAGLE_3, "the last layer is another", say(**{LAYERS: [2, 15, 29]}), "layer 3 of those"),
+    (EAGLE_3, "the last layer is another", say(**{LAYERS: [2, 15, 29]}), "EAGLE-3's usual layers"),
     (EAGLE_3, "rotary base 500", say(rope_theta=500.0), "the target's rotary base"),
     (EAGLE_3, "rotary base left out", say(rope_theta=None), "the target's rotary base"),
     (EAGLE_3, "rotary pairs side by side", change(QK, by_head), "rotary pairs side by side"),
