@@ -16,7 +16,7 @@ from tqdm import tqdm
 from poss_lightning.doctor.files import ForeignDraft, facts, load
 from poss_lightning.doctor.measure import (
     Counts,
-    above_chance,
+    blind,
     compare,
     engine_acceptance,
     replayed,
@@ -180,11 +180,11 @@ def _print_rung(name: str, tau: str, rates: Sequence[float]) -> None:
 
 
 def find_causes(case: Case, found: Reading) -> Reading | None:
-    """Print what accepts significantly more, one after the other; the last reading, None if it accepts by chance."""
+    """Print what accepts significantly more, one after the other; the last reading, None if it is blind."""
     reading, base, causes = found, case.measured(FORCED, found), [*found.words]
     for _ in range(MOST):
         best = _best(case, base, case.others(reading), *SOME)
-        if best is None and not above_chance(base, case.texts.samples()):
+        if best is None and not _reads_target(case, reading, base):
             best = _best(case, base, _pairs(case, reading), *FEW)  # two faults may each prevent all acceptance
         if best is None:
             break
@@ -193,10 +193,16 @@ def find_causes(case: Case, found: Reading) -> Reading | None:
         causes += other.words[len(reading.words) :]
         causes[-1] += f": position 1 from {before:.2f} to {after:.2f}, τ {gain.with_interval('+.2f')}"
         reading, base = other, counts
-    if not above_chance(base, case.texts.samples()):
+    if not _reads_target(case, reading, base):
         return print(f"\n{FOREIGN}")
     print("", *(causes or [NOTHING]), *_keys(found, reading), sep="\n")
     return reading
+
+
+def _reads_target(case: Case, reading: Reading, counts: Counts) -> bool:
+    """Return whether position 1 accepts more than if the draft read nothing of the target but its tokens."""
+    gain = compare(counts, case.measured(f"blind{reading.name}", reading, blind))
+    return gain.p < LEVEL and gain.value > 0
 
 
 def _pairs(case: Case, reading: Reading) -> Iterator[Reading]:

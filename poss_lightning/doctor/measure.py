@@ -58,15 +58,6 @@ def compare(counts: Counts, base: Counts) -> Comparison:
     return statistics.compare_means({"": means})[""]
 
 
-def above_chance(counts: Counts, samples: Sequence[Sample]) -> bool:
-    """Return whether position 1 accepts more than the most common token as every proposal."""
-    choices = [sample.greedy[sample.greedy >= 0] for sample in samples]
-    common = torch.cat(choices).mode().values
-    chance = Counts(*np.array([[[float(len(own))], [float((own == common).sum())]] for own in choices]).swapaxes(0, 1))
-    gain = compare(counts.first(len(samples), 1), chance)
-    return gain.p < statistics.LEVEL and gain.value > 0
-
-
 def as_read(samples: Sequence[Sample], reading: Reading) -> list[Sample]:
     """Samples with what a reading reads, as a store has them."""
     places = [source - 1 for source in reading.sources]
@@ -101,6 +92,11 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int = MAX_POSIT
 def screened(reading: Reading, samples: Sequence[Sample], depth: int) -> Counts:
     """Count as `unrolled` where no token but those of the answers is proposed: the head is most of its work."""
     return unrolled(reading.proposing(torch.cat([sample.greedy for sample in samples]).unique()), samples, depth)
+
+
+def blind(reading: Reading, samples: Sequence[Sample]) -> Counts:
+    """Count position 1 where the draft reads nothing of the target but its tokens."""
+    return unrolled(reading, [sample._replace(layers=torch.zeros_like(sample.layers)) for sample in samples], 1)
 
 
 def replayed(
