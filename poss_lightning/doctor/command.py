@@ -65,7 +65,7 @@ def doctor(
     served: str | None = None,
     fix: str | None = None,
     out: str | None = None,
-    limit: Count = 48,
+    limit: Count = 24,
     answer_tokens: Tokens = 128,
     dtype: str = "auto",
     device: str = "auto",
