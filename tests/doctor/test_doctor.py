@@ -219,6 +219,8 @@ def shuffled(state: State) -> State:
 @pytest.mark.nightly
 def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(learnt, diagnose, tmp_path):
     assert diagnose(planted(learnt("eagle3"), tmp_path / "shuffled", shuffled)) == [FOREIGN]
+    tokens_alone = planted(learnt("eagle3"), tmp_path / "fc", lambda state: shuffled({"fc.weight": state["fc.weight"]}))
+    assert diagnose(tokens_alone) == [FOREIGN]
     assert diagnose(learnt("eagle2"), target=tiny_target(seed=1, num_hidden_layers=8)) == [FOREIGN]
 
 
