@@ -42,7 +42,7 @@ QUESTION, DRAFT, LIMIT = "Why is the sky blue?", "embedded-poss2", 64  # the exa
 ROUND = 6  # the round that is drawn, from 0
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 NODES = 16  # nodes of the tree to draw
-NAMES = {"eagle": "EAGLE-2", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
+NAMES = {"depth-1": "depth 1", "hass": "HASS", "poss1": "PosS-1", "poss2": "PosS-2", "poss3": "PosS-3"}
 COLOURS = dict(zip(NAMES.values(), ("#7f7f7f", "#d95f02", "#1b9e77", "#1f5fbf", "#8e44ad"), strict=True))
 ACCEPTED, BONUS = "#1b7f3b", "#1f5fbf"
 MONOSPACED = {"family": "DejaVu Sans Mono", "fontsize": 9}
