@@ -47,7 +47,8 @@ def decoding_copy(model: PreTrainedModel) -> Any:
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied: Any = copy.deepcopy(model.base_model, shared).eval()
     config = copied.config.get_text_config()
-    if config._attn_implementation == "sdpa":  # eager attention caps its scores, or adds to them
+    # Eager attention caps its scores, or adds to them; some classes know attention by name, not the interface.
+    if config._attn_implementation == "sdpa" and model._supports_attention_backend:
         config._attn_implementation = GROUPED
     for module in copied.modules():
         if hasattr(module, "rope_type"):
@@ -68,16 +69,26 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
     """Return the spec of a model with this config; `known` are fields that the config does not state.
 
     Raises:
-        AttributeError: the config lacks a size.
+        NotImplementedError: the config lacks a size, or has one for each layer.
     """
     config = config.get_text_config()
-    rope = _rope_parameters(config)
-    stated = {
+    try:
+        return TargetSpec(name=name, **_sizes(config) | known)
+    except (AttributeError, RuntimeError) as error:  # the second, of transformers, where layers differ
+        name = getattr(error, "name", None) or str(error).split("'")[1]
+        raise NotImplementedError(f"its {type(config).__name__} has no {name}, or not one for all layers") from error
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    rope, heads = _rope_parameters(config), config.num_attention_heads
+    # As falcon-7b and StarCoder say that all heads share one key; falcon-40b copies keys for every head.
+    shared = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    return {
         "hidden_size": config.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        "heads": config.num_attention_heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "heads": heads,
+        "kv_heads": 1 if shared else getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "vocab_size": config.vocab_size,
         "context": _context(config.max_position_embeddings, rope),
         "rope_theta": float(rope[0].get("rope_theta", 10000.0)),
@@ -86,7 +97,6 @@ def spec_of(config: PreTrainedConfig, name: str, **known: Any) -> TargetSpec:
         "logit_cap": getattr(config, "final_logit_softcapping", None),
         "layers": config.num_hidden_layers,
     }
-    return TargetSpec(name=name, **stated | known)
 
 
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:

@@ -1,6 +1,8 @@
 """Loading of a target's folder by transformers, without ever running code of the folder; and why it fails."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,19 @@ def load_model(
     return model, tokenizer, as_saved
 
 
-def explain_failure(name: str, error: Exception) -> str:
-    """Explain in one line why a target cannot be used."""
+@contextmanager
+def reason(words: str) -> Iterator[None]:
+    """Say in words of our own why a model is refused, where the code of transformers fails in its words."""
+    try:
+        yield
+    except (NotImplementedError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise NotImplementedError(words) from error
+
+
+def explain_failure(name: str, error: Exception, architecture: str = "") -> str:
+    """Explain in one line why a target cannot be used; `architecture` is its class, where what it computes may be."""
     if "trust_remote_code" in str(error):
         line = (
             "it needs code that its files bring or name, and none of that is ever run. Load it yourself if you trust "
@@ -79,4 +92,5 @@ def explain_failure(name: str, error: Exception) -> str:
         )
     else:
         line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return f"target {name!r} cannot be used: {line}"
+    what = f" ({architecture})" if architecture and isinstance(error, NotImplementedError) else ""
+    return f"target {name!r}{what} cannot be used: {line}"

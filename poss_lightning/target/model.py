@@ -20,7 +20,7 @@ from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
 from poss_lightning.target.grouped_attention import GROUPED, mask_copies
-from poss_lightning.target.loading import explain_failure, load_config, load_model
+from poss_lightning.target.loading import explain_failure, load_config, load_model, reason
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables
@@ -30,6 +30,11 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub r
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
 TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
 PATHS = ((0, 1, 3), (0, 2, 4))
+READS_MASKS = (GROUPED, "sdpa", "eager")  # other attention takes no tree's mask
+OWN_LOGITS = (
+    "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its own stands "
+    "between), so a draft could not share its head"
+)
 
 
 class Target(nn.Module):
@@ -70,7 +75,7 @@ class Target(nn.Module):
             self.windows = layer_windows(self.config, self.spec.context)
             self._check()
         except Exception as error:  # whatever its code, or the device, raises
-            raise ValueError(explain_failure(name, error)) from error
+            raise ValueError(explain_failure(name, error, type(model).__name__)) from error
 
     @classmethod
     def load(
@@ -263,10 +268,10 @@ class Target(nn.Module):
     @torch.inference_mode()
     def _check(self) -> None:
         """Raise NotImplementedError if logits, inner layers or features under a mask are not the model's."""
-        if (attention := self.config._attn_implementation) not in (GROUPED, "eager"):  # others take no tree's mask
+        if (attention := self.config._attn_implementation) not in READS_MASKS:
             raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
         tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        with self.without_defaults() as model:
+        with reason("transformers itself cannot read 8 tokens with it"), self.without_defaults() as model:
             output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
             logits = model(tokens, use_cache=False).logits.to(self.device)
         theirs = output.last_hidden_state.to(self.device)
@@ -274,15 +279,13 @@ class Target(nn.Module):
         if not features.isfinite().all():
             raise NotImplementedError(f"its features are not finite in {self.dtype_name}: choose a different dtype")
         self._check_near(features, theirs, "its features")
-        ours = self.embed_head.logits(theirs)
+        with reason(OWN_LOGITS):
+            ours = self.embed_head.logits(theirs)
         states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
         if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
             raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
         if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
-            raise NotImplementedError(
-                "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its "
-                "own stands between), so a draft could not share its head"
-            )
+            raise NotImplementedError(OWN_LOGITS)
         self._check_tree("")
         if any(self.windows.values()):
             usual = self.config.sliding_window, self.windows
@@ -298,12 +301,10 @@ class Target(nn.Module):
         tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
         text, nodes = tokens.split([8, 5], dim=1)
         cache = self.new_cache(1, 13)
-        try:
+        with reason("its attention does not take a tree's mask and cache"):  # keys of other sizes, a mask of 2 axes
             before = self.tree_features(text, causal_ancestors(8, self.device), cache)  # (1, 8, D)
             cache.append([8])
             tree = self.tree_features(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
-        except (RuntimeError, TypeError, ValueError) as error:  # of keys of other sizes, or a mask of an unknown form
-            raise NotImplementedError(f"its attention does not take a tree's mask and cache ({error})") from error
         paths = torch.tensor(PATHS, device=self.device)
         plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)
         ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1)

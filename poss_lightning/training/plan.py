@@ -133,7 +133,7 @@ def find_target(target: str) -> tuple[TargetSpec, bool]:
     config = load_config(target, Path(target))
     try:
         spec = spec_of(config, target)
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{target}/config.json is not a language model's: {error}") from error
     return spec, bool(getattr(config, "tie_word_embeddings", False))
 

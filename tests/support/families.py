@@ -34,5 +34,19 @@ FAMILIES = {
     "gemma2": MIXED | {"head_dim": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0},
     "gemma3_text": MIXED | {"head_dim": 8},
     "granite": SCALED,
+    "falcon": {"multi_query": True},  # its attention asks for sdpa by name
+    "falcon, new": {"new_decoder_architecture": True, "num_kv_heads": 2, "initializer_range": 0.5},
+    "gpt_bigcode": {},  # all heads share one key
     "cohere2": MIXED | {"logit_scale": 0.3},
 }
+# Others that decode losslessly with `SIZE` alone.
+# fmt: off
+OTHERS = [
+    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2_moe", "cwm",
+    "diffllama", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma",
+    "glm", "glm4", "gpt-sw3", "gpt2", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "laguna", "mellum",
+    "minimax_m2", "ministral3", "mixtral", "nanochat", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phimoe",
+    "qwen2_moe", "qwen3_moe", "sarvam_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
+]
+# fmt: on
