@@ -245,8 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device; POSS_DEVICE=cpu runs every line at tiny sizes")
     scale, facts = Scale() if device == "cuda" else TINY, provenance(torch.device(device))
-    work, failed, found = Work(Path(options.out).with_suffix(".unfinished")), list[str](), {}
-    work.claim({name: facts[name] for name in ("machine", "device", "git", "versions")})
+    machine = {name: facts[name] for name in ("machine", "device", "git", "versions")}
+    work, failed, found = Work(Path(options.out).with_suffix(".unfinished"), machine), list[str](), {}
+    work.begin()
     for part in options.parts:
         found[part] = work.receipt(part) or {}
         with _noted(part, failed):

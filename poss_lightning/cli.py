@@ -12,7 +12,6 @@ from contextlib import nullcontext
 from importlib import import_module
 from inspect import signature
 
-from poss_lightning.files import without_secrets
 from poss_lightning.terminal import announced, is_user_error, one_line, printable
 from poss_lightning.versions import versions
 
@@ -70,7 +69,7 @@ def _run_line() -> None:
         if not is_user_error(error):
             raise
         help = f" (poss {command} --help tells its options)" if isinstance(error, ArgumentError) else ""
-        sys.exit(f"poss {command}: {without_secrets(one_line(error))}{help}")
+        sys.exit(f"poss {command}: {one_line(error)}{help}")
 
 
 def run(command: str, arguments: list[str]) -> None:
@@ -101,7 +100,7 @@ class LineHandler(logging.Handler):
     """Shows the package's log records as plain lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(without_secrets(printable(record.getMessage())), file=sys.stderr, flush=True)
+        print(printable(record.getMessage()), file=sys.stderr, flush=True)
 
 
 def _complete_switches(arguments: list[str], tool: Callable[..., None]) -> list[str]:

@@ -1,23 +1,24 @@
 """Precompute the target's features of a corpus: `poss extract`."""
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.encoding import Stored
-from poss_lightning.features.manifest import Manifest, is_finished, verify_files
-from poss_lightning.features.remote import local_copy
+from poss_lightning.features.manifest import check_files, is_finished, verify_files
 from poss_lightning.features.shards import TargetReader
-from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import STORE_FILES, write_store
-from poss_lightning.files import check_folder, without_secrets
+from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
+
+ASKED = "asked.json"  # in a finished store: what it was asked for, so that the same command need not read the corpus
 
 
 @check_numbers
@@ -70,15 +71,17 @@ def extract(
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
         tensor_parallel: number of GPUs over which vLLM splits the target.
-        verify: write nothing, but check every byte of the finished store `out`, a folder or an address.
+        verify: write nothing, but check every byte of the finished store `out`.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("out", "verify")}
+    folder = Path(out)
     if verify:
-        verify_files(local_copy(out))
-        FeatureStore(out)
-        return print(f"{without_secrets(out)}: every file is as it was written")
-    if "://" in out:
-        raise ValueError(f"out is {out!r}; it must be a local folder, which may be copied to an address when finished")
+        verify_files(folder)
+        return print(f"{out}: every file is as it was written")
     check_folder(out, *STORE_FILES)
+    asked |= {"files": stamps(corpus) | stamps(target)}
+    if is_finished(folder) and (folder / ASKED).exists() and read_json(folder / ASKED) == asked:
+        return tell(folder)
     rank = this_rank()
     if engine == "vllm" and rank.world > 1:
         raise ValueError(f"engine is vllm in one of {rank.world} processes; it starts its own: give the command once")
@@ -93,7 +96,7 @@ def extract(
         where, reader = device_of(rank, device), TargetReader
         model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs)
     write_store(
-        Path(out),
+        folder,
         model,
         conversations,
         max_length=max_length,
@@ -105,6 +108,20 @@ def extract(
         rank=rank,
         reader=reader,
     )
-    if rank.rank == 0 and is_finished(Path(out)):
-        manifest = Manifest.load(Path(out))
-        print(f"{out}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
+    if rank.rank == 0 and is_finished(folder):
+        with atomic(folder / ASKED) as path:
+            path.write_text(json.dumps(asked, indent=1) + "\n")
+        tell(folder)
+
+
+def stamps(source: str) -> dict[str, list[int]]:
+    """Return size and time of each file of a source: they differ once one has changed. Empty for a hub id."""
+    path = Path(source)
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def tell(folder: Path) -> None:
+    """Print what a finished store holds; StoreError if a file is missing."""
+    manifest = check_files(folder)
+    print(f"{folder}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")

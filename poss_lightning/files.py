@@ -7,13 +7,12 @@ beside NAME; a killed command leaves it, and anyone may remove it.
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.resources import files
-from pathlib import Path, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 TEMPORARY = ".poss."  # how the names of what is being written begin
@@ -76,7 +75,7 @@ def _discard(temporary: Path) -> None:
 
 
 def remove(folder: Path, *names: str) -> None:
-    """Remove our files, by name or pattern, and then the folder unless it has files of others."""
+    """Delete files matching `names`, then the folder if it is empty."""
     for path in (path for name in names for path in folder.glob(name)):
         path.unlink(missing_ok=True)
     with suppress(OSError):
@@ -115,7 +114,7 @@ def _name_full_disk(path: Path, temporary: Path) -> Iterator[None]:
 def check_new(path: str | Path) -> None:
     """Raise FileExistsError if `path` exists; other errors as `check_name`."""
     if check_name(path):
-        raise FileExistsError(f"{path} is there already: choose another name or remove it")
+        raise FileExistsError(f"{path} already exists: choose a different name, or remove it")
 
 
 def check_file(path: str | Path, *endings: str) -> None:
@@ -238,33 +237,7 @@ def fetch(source: str, what: str, patterns: list[str], otherwise: str = "") -> P
         ) from error
 
 
-# --- addresses and paths that strangers may read ---
-
-URL = re.compile(r"([a-zA-Z][\w+.-]*://)([^\s'\"<>]*)")
-
-
-def without_secrets(text: str) -> str:
-    """The text without user, password and query in its addresses: `s3://KEY:SECRET@bucket/a` becomes `s3://bucket/a`."""
-
-    def strip(match: re.Match[str]) -> str:
-        protocol, rest = match.groups()
-        host = rest.partition("/")[0]
-        if protocol != "hf://" and ("@" in host or re.search(r":(?!\d*$)", host)):  # a secret may itself have a slash
-            rest = rest.rpartition("@")[2]
-        return protocol + re.split("[?#]", rest, maxsplit=1)[0]
-
-    return URL.sub(strip, text)
-
-
-def public_name(address: str | Path) -> str:
-    """An address without secrets; a path as it is below the current folder, and elsewhere its last name alone."""
-    text = without_secrets(str(address))
-    if "://" in text and not text.startswith(("file://", "local://")):
-        return text
-    text = text.partition("://")[2] or text
-    if re.match(r"[a-zA-Z]:|.*\\", text):
-        return PureWindowsPath(text).name or "folder"
-    inside = os.path.relpath(text) if os.path.isabs(text) else os.path.normpath(text)
-    if inside.startswith(("..", "~")):
-        return Path(inside).name if Path(inside).name.strip(".~") else "folder"
-    return inside
+def public_name(path: str | Path) -> str:
+    """Return a path as it is below the current folder, and elsewhere its last name alone: a page may be published."""
+    inside = os.path.relpath(path)
+    return os.path.basename(os.path.abspath(path)) if inside.startswith("..") else inside

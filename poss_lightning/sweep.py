@@ -35,7 +35,7 @@ from poss_lightning.evaluation.record import write_run
 from poss_lightning.evaluation.rounds import CELL, RUN, UNFINISHED, check_method_names, move_answers
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.files import atomic, conf, find_config, read_json, sha256, without_secrets
+from poss_lightning.files import atomic, conf, find_config, read_json, sha256
 from poss_lightning.machine import choose_device
 from poss_lightning.ranges import Seed, describe_refusal
 from poss_lightning.reports.compare import print_findings
@@ -84,7 +84,7 @@ class Cell:
             fit |= options | lists
         configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
         settings = {"configs": configs, "fit": fit, self.measure: flat(self.options)}
-        return json.loads(without_secrets(json.dumps(settings)))
+        return json.loads(json.dumps(settings))
 
     def recorded(self) -> dict[str, Any]:
         """Return settings, inputs and processes of the earlier runs; of a new cell its settings alone."""

@@ -21,6 +21,7 @@ from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
+from poss_lightning.work import begun_with
 
 CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
 DIALOGUES, ANSWERS = 128, 32  # side by side, without and with prompts
@@ -91,7 +92,7 @@ def synthesize(
     template = model.chat.template
     settings = options | {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
     settings |= {"chat_template_kwargs": template.variables}
-    template.freeze(corpus.work.settings.get("chat_template_kwargs", {}))
+    template.freeze(begun_with(corpus.work.folder).get("chat_template_kwargs", {}))
     written = {"answer": (answer, answer_tokens), "batch_size": batch_size, "seed": seed, "settings": settings}
     if prompts is not None:
         return answer_questions(corpus, model, questions, strict=strict, **written)

@@ -23,34 +23,18 @@ SETTINGS, RECEIPT, LOCK = "settings.json", ".part.json", ".part.lock"
 
 
 class Work:
-    """Unfinished work, kept in `folder`; `out` is what is being made, by default the parent of `folder`."""
+    """Unfinished work, kept in `folder`.
 
-    def __init__(self, folder: str | Path, out: str | Path | None = None):
-        self.folder = Path(folder)
+    Args:
+        folder: has its receipts; others' files in it stay.
+        settings: what the result depends on; work begun with different ones is refused. None where nobody resumes it.
+        out: what is being made, for messages; by default the parent of `folder`.
+    """
+
+    def __init__(self, folder: str | Path, settings: Mapping[str, Any] | None = None, out: str | Path | None = None):
+        self.folder, self.settings = Path(folder), settings
         self.out = self.folder.parent if out is None else out
-        self._lock = FileLock(self.folder / MARK)  # one object, as `claim` and `clear` may be called inside `exclusive`
-
-    @property
-    def is_claimed(self) -> bool:
-        """Whether a process has begun it."""
-        return (self.folder / SETTINGS).exists()
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Those that it was begun with; empty if it is new."""
-        return json.loads((self.folder / SETTINGS).read_text()) if self.is_claimed else {}
-
-    def claim(self, settings: Mapping[str, Any]) -> None:
-        """Write down what the result depends on; raise ValueError if the work was begun with different settings."""
-        with self.exclusive():
-            if not self.is_claimed:
-                with atomic(self.folder / SETTINGS) as path:
-                    path.write_text(json.dumps(settings, indent=1))
-            elif changed := differences(self.settings, settings):
-                raise ValueError(
-                    f"{self.folder} was begun with other settings ({'; '.join(changed)}): resume with those, "
-                    "choose another name, or remove it"
-                )
+        self._lock = FileLock(self.folder / MARK)  # one object, as `clear` may be called inside `exclusive`
 
     def receipt(self, part: str) -> Any | None:
         """Return the receipt of a finished part; None if it is not finished."""
@@ -75,13 +59,30 @@ class Work:
         with lock:
             yield True
 
+    def begin(self) -> None:
+        """Write down the settings, or refuse as `exclusive` does."""
+        with self.exclusive():
+            pass
+
     @contextmanager
     def exclusive(self, wait: bool = True) -> Iterator[None]:
-        """Let one process at a time into the block.
+        """Let one process at a time into the block; the first writes down the settings.
 
         Raises:
-            ValueError: another one is in it, and this one should not wait; or the folder has files of others.
+            ValueError: it was begun with other settings; another process is in the block, and this one should not
+                wait; or the folder has files of others.
         """
+        with self._locked(wait):
+            earlier = begun_with(self.folder)
+            if self.settings is not None and not earlier:
+                with atomic(self.folder / SETTINGS) as path:
+                    path.write_text(json.dumps(self.settings, indent=1))
+            elif self.settings is not None:
+                check_same(self.folder, earlier, self.settings)
+            yield
+
+    @contextmanager
+    def _locked(self, wait: bool = True) -> Iterator[None]:
         if self._is_foreign():
             raise ValueError(f"{self.folder} has files of others, and {self.out} needs that name: rename one of them")
         try:
@@ -97,7 +98,7 @@ class Work:
         Receipts go first and the mark last, so half-cleared work still refuses different settings.
         """
         if (self.folder / MARK).is_file():
-            with self.exclusive():
+            with self._locked():
                 remove(self.folder, f"*{RECEIPT}", f"*{LOCK}", f"*{SETTINGS}", MARK)
         remove(self.folder)
 
@@ -117,6 +118,20 @@ class Work:
             except (FileNotFoundError, FileExistsError):  # another process has just finished and removed the folder
                 if self.folder.is_file():
                     raise
+
+
+def begun_with(folder: Path) -> dict[str, Any]:
+    """Return the settings that the work in a folder was begun with; {} if it is new."""
+    return json.loads((folder / SETTINGS).read_text()) if (folder / SETTINGS).exists() else {}
+
+
+def check_same(folder: Path, earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if what is in a folder was begun with other settings; what only `earlier` has does not count."""
+    if changed := differences({name: earlier.get(name) for name in settings}, settings):
+        raise ValueError(
+            f"{folder} was begun with other settings ({'; '.join(changed)}): resume with those, choose a different "
+            "name, or remove it"
+        )
 
 
 def differences(earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

@@ -44,7 +44,7 @@ def test_the_demo_runs_and_resumes(tmp_path, capsys, monkeypatch):
     demo(str(folder), str(target), **drafts, minutes=99)
     assert "resumes as it was begun" in capsys.readouterr().out
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*.safetensors")}
-    with pytest.raises(ValueError, match=r"holds a different store \(dtype '\w+', now 'float16'\)"):
+    with pytest.raises(ValueError, match=r"begun with other settings \(dtype '\w+', now 'float16'\)"):
         demo(str(folder), str(target), **drafts, dtype="float16")
 
 

@@ -34,7 +34,7 @@ PLACES = [  # each refusal once
     ("synthesize", "folder.jsonl", "folder.jsonl is a folder: name a file in it"),
     ("compare", "page.txt", "page.txt; its name must end in .html"),
     ("compare", "a" * 300 + ".html", "File name too long"),
-    ("export", "file", "file is there already"),
+    ("export", "file", "file already exists"),
     ("convert", "file/below", "Not a directory"),
     ("replay", "file", "file is a file: name a folder"),
     ("benchmark", "others", "others is not empty and holds nothing to resume"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from poss_lightning.files import atomic, check_file, check_new
-from poss_lightning.work import Work
+from poss_lightning.work import Work, begun_with
 
 Messages = list[dict[str, Any]]
 
@@ -23,7 +23,7 @@ class CorpusWriter:
 
     def __init__(self, out: str):
         check_file(out, ".jsonl", ".jsonl.gz")
-        self.out, self.work = Path(out), Work(f"{out}.parts", out)
+        self.out, self.work = Path(out), Work(f"{out}.parts", out=out)
         if not self.work.folder.exists():  # with both, an earlier run was killed at its very end
             self.work.clear()  # left by a run that was killed even later
             check_new(out)
@@ -34,13 +34,12 @@ class CorpusWriter:
 
         Raises:
             FileExistsError: another process has just finished it.
-            ValueError: another process is writing it; or as `Work.claim`.
+            ValueError: as `Work.exclusive`.
         """
+        if not begun_with(self.work.folder):
+            check_new(self.out)
+        self.work.settings = settings
         with self.work.exclusive(wait=False):
-            if self.out.exists() and not self.work.is_claimed:
-                self.work.clear()
-                check_new(self.out)
-            self.work.claim(settings)
             yield
 
     def batch(self, number: int, write: Callable[[], list[Messages]]) -> list[Messages]:

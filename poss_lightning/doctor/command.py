@@ -117,11 +117,10 @@ def doctor(
     digits = f"{crc32(json.dumps(settings, default=str).encode()):08x}"
     folder = Path(out or f"runs/doctor/{Path(draft).name}-{digits}")
     check_folder(folder, MEASURED)
-    work = Work(folder / MEASURED)
+    work = Work(folder / MEASURED, settings)
     asked = ask(model, questions) if questions else FROM_STORE
     case = Case(work, TargetAnswers(model, folder, asked, answer_tokens, stored, limit))
     with work.exclusive(wait=False):
-        work.claim(settings)
         _climb(case, found, engine)
         reading = find_causes(case, found)
     if fix and reading:

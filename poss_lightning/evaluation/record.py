@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.evaluation.rounds import ROUNDS, RUN, UNFINISHED, Row, write_rounds
-from poss_lightning.files import atomic, read_json, without_secrets
-from poss_lightning.work import Work, differences
+from poss_lightning.files import atomic, read_json
+from poss_lightning.work import Work, check_same
 
 
 def record(
@@ -33,13 +33,12 @@ def record(
         ValueError: it was made or begun with other settings, or on another machine, or another process writes there.
     """
     settings = {**facts["config"], "methods": facts["methods"]}
-    work = Work(folder / UNFINISHED)
+    work = Work(folder / UNFINISHED, settings)
     if (folder / ROUNDS).exists():
         _check_settings(folder, settings)
         work.clear()  # the process that wrote them may have been killed before it did
     else:
         with work.exclusive(wait=False):
-            work.claim(settings)
             unfinished = [part for part in parts if work.receipt(part) is None]
             if unfinished:
                 resumed = len(unfinished) < len(parts)
@@ -55,20 +54,15 @@ def record(
 
 
 def write_run(folder: Path, facts: dict[str, Any]) -> None:
-    """Write run.json, without secrets."""
+    """Write run.json."""
     with atomic(folder / RUN) as path:
-        path.write_text(without_secrets(json.dumps(facts, indent=1)) + "\n")
+        path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
     """Raise ValueError where the run.json of a finished folder has another value of one of these settings."""
     run = read_json(folder / RUN)  # without it nobody knows how rounds were made
-    earlier = {**run.get("config", {}), "methods": run.get("methods")}
-    asked = json.loads(without_secrets(json.dumps(settings)))  # as run.json has it
-    if changed := differences({name: earlier.get(name) for name in asked}, asked):
-        raise ValueError(
-            f"{folder} holds rounds of other settings ({'; '.join(changed)}): choose another folder or remove it"
-        )
+    check_same(folder, {**run.get("config", {}), "methods": run.get("methods")}, settings)
 
 
 def _note_process(

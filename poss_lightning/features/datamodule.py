@@ -20,8 +20,7 @@ class FeatureData(lightning.LightningDataModule):
     Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.
 
     Args:
-        store: folder written by `poss extract`, or any address of one that fsspec reads, which is copied once; or
-            several of one target, as [a,b].
+        store: folder written by `poss extract`, or several of one target, as [a,b].
         corpus: conversations for online features: a file or hub id, as `poss extract` takes it.
         target: target of online features: "embedded", a local folder or a hub id.
         max_length: tokens at which online features cut a conversation.

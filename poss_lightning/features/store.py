@@ -4,6 +4,7 @@ store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
   shard-00000.arrow       samples: id, length, tokens, greedy, spans, draws, features, layers; memory-mapped when read
+  asked.json              what `poss extract` was asked for, so that the same command ends at once
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 
@@ -23,7 +24,6 @@ from torch import Tensor
 from poss_lightning.corpus.draws import Draw
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
-from poss_lightning.features.remote import local_copy
 from poss_lightning.features.shards import open_shard
 from poss_lightning.features.texts import SampleSource
 from poss_lightning.target.spec import EmbedHead
@@ -52,8 +52,7 @@ class FeatureStore(SampleSource):
     Opening checks every file's size and the columns of every sample; `verify_files` compares the digests of all bytes.
 
     Args:
-        address: a folder; any address that fsspec reads ("s3://…", "hf://…"), which is copied once, see `remote`; or
-            several of these.
+        folder: of the store, or several.
         layers: inner layers whose outputs a sample carries; None for all that are kept.
 
     Attributes:
@@ -65,8 +64,8 @@ class FeatureStore(SampleSource):
             does not keep one of the layers.
     """
 
-    def __init__(self, address: str | Path | Sequence[str | Path], layers: tuple[int, ...] | None = None):
-        self.folders = [local_copy(each) for each in ([address] if isinstance(address, str | Path) else address)]
+    def __init__(self, folder: str | Path | Sequence[str | Path], layers: tuple[int, ...] | None = None):
+        self.folders = [Path(each) for each in ([folder] if isinstance(folder, str | Path) else folder)]
         if not self.folders:
             raise StoreError("store is []; name one or more")
         manifests = [check_files(folder) for folder in self.folders]

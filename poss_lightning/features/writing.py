@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -24,7 +23,6 @@ from poss_lightning.features.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
-    StoreError,
     check_files,
     is_finished,
 )
@@ -32,9 +30,8 @@ from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, 
 from poss_lightning.features.texts import describe_overflow
 from poss_lightning.files import atomic, check_folder
 from poss_lightning.ranks import Rank, order
-from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
-from poss_lightning.work import Work, differences
+from poss_lightning.work import Work, begun_with, check_same
 
 Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
@@ -64,16 +61,14 @@ def write_store(
 
     Raises:
         FileExistsError: `folder` holds something else.
-        StoreError: it holds a different store.
         CorpusError: no conversation has an assistant's turn within max_length tokens.
         ValueError: a layer that the target does not have, or a store begun with other settings.
     """
     vector = vector_bytes(target.spec.hidden_size, target.dtype, stored)
     target.check_layers(layers)
     max_length = within_context(target, max_length, tell=rank.rank == 0)
-    work = Work(folder / UNFINISHED)
-    begun = Manifest.load(folder).chat_template_kwargs if is_finished(folder) else work.settings.get(KWARGS, {})
-    target.chat.template.freeze(begun)
+    earlier = vars(check_files(folder)) if is_finished(folder) else begun_with(folder / UNFINISHED)
+    target.chat.template.freeze(earlier.get(KWARGS, {}))
     texts = tokenize(target, conversations, max_length, tell=rank.rank == 0, strict=strict)
     features = {
         "dtype": target.dtype_name,
@@ -84,11 +79,13 @@ def write_store(
         KWARGS: target.chat.template.variables,
     }
     settings = {"target": target.spec.fingerprint, "template": target.spec.template} | features
+    work = Work(folder / UNFINISHED, settings | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
     if is_finished(folder):
-        _check_same(folder, settings)
+        spec = check_files(folder).target
+        check_same(folder, earlier | {"target": spec.fingerprint, "template": spec.template}, settings)
         return work.clear()  # the process that finished it may have been killed before it did
     check_folder(folder, *STORE_FILES)
-    work.claim(settings | {"batch_tokens": batch_tokens, "shard_bytes": shard_bytes})
+    work.begin()
     plan = plan_shards(texts, batch_tokens, shard_bytes // (vector * (1 + len(layers))))
     shards = {folder / f"shard-{number:05d}.arrow": batches for number, batches in enumerate(plan)}
     entries = _write_shards(shards, work, reader(target, layers), stored, rank)
@@ -116,16 +113,6 @@ def write_store(
                 **features,
             ).write(folder)
     work.clear()
-
-
-def _check_same(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise StoreError if the finished store in `folder` has other settings."""
-    manifest = check_files(folder)
-    stored = vars(manifest) | {"target": manifest.target.fingerprint, "template": manifest.target.template}
-    if same_weights(stored["target"], settings["target"]):
-        stored["target"] = settings["target"]
-    if changed := differences({name: stored[name] for name in settings}, settings):
-        raise StoreError(f"{folder} holds a different store ({'; '.join(changed)}): choose another folder or remove it")
 
 
 # --- shards, which several processes may write ---

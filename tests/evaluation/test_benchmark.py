@@ -163,7 +163,7 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(whole, run)
     before = contents(whole)
     run(whole)
     changed = "limit None, now 1; max_new_tokens 12, now 11; .*methods.poss.weights '.*', now None"
-    with pytest.raises(ValueError, match=rf"holds rounds of other settings \({changed}"):
+    with pytest.raises(ValueError, match=rf"was begun with other settings \({changed}"):
         run(whole, max_new_tokens=11, limit=1, drafts={})
     assert before == contents(whole)
 

@@ -1,10 +1,11 @@
 """An unfinished store: killed and resumed, shared by ranks, and always the bytes of one uninterrupted process."""
 
+import json
 import re
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,16 +67,34 @@ def test_stores_of_other_settings_are_not_mixed(finished, target, tmp_path, is_f
     """All that differs is named, in one line."""
     other = Target(tiny_model(seed=1), tiny_tokenizer(CHATML.replace("\n{% endfor", "\n\n{% endfor")), "tiny")
     changes = {"max_length": 59, "stored": "float8", "layers": (1,)}
-    folder, kind, words = finished, StoreError, "holds a different store"
+    folder = finished if is_finished else tmp_path
     if not is_finished:
-        folder, kind, words = tmp_path, ValueError, "begun with other settings"
         kill(folder, target)
     before = contents(folder)
-    with pytest.raises(kind, match=words) as error:
+    with pytest.raises(ValueError, match="begun with other settings") as error:
         write_store(folder, other, make_conversations(23), **SIZES | changes)
     named = ("target ", "template ", "max_length 60, now 59", "stored 'exact', now 'float8'", "layers [], now [1]")
     assert all(setting in str(error.value) for setting in (*named, "corpus ")) and "\n" not in str(error.value)
     assert contents(folder) == before
+
+
+def test_the_same_command_reads_no_corpus_again_until_that_changes(tmp_path, tiny_folder, monkeypatch, capsys):
+    """Nor the target; it says what the store holds, and a changed corpus is refused."""
+    corpus, out = tmp_path / "corpus.jsonl", str(tmp_path / "store")
+    lines = [json.dumps({"messages": talk.messages}) + "\n" for talk in make_conversations(6)]
+    corpus.write_text("".join(lines[:5]))
+    extract(str(corpus), out, tiny_folder, dtype="float32")
+    said = capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr("poss_lightning.extract.read_conversations", None)
+        extract(str(corpus), out, tiny_folder, dtype="float32")
+    assert capsys.readouterr().out == said and ": 5 samples" in said
+    for change in {"strict": True}, {"max_length": 50}:  # the first changes nothing
+        with pytest.raises(ValueError, match="begun with") if "max_length" in change else nullcontext():
+            extract(str(corpus), out, tiny_folder, dtype="float32", **change)
+    corpus.write_text("".join(lines))
+    with pytest.raises(ValueError, match=r"begun with other settings \(corpus "):
+        extract(str(corpus), out, tiny_folder, dtype="float32")
 
 
 # --- ranks ---

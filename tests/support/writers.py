@@ -32,7 +32,7 @@ TRAINER = {
     "check_val_every_n_epoch": None,
     "enable_progress_bar": False,
 }
-THERE = "is there already"  # said of finished work
+THERE = "already exists"  # said of finished work
 OTHER = f"another process writes there|{THERE}|holds a training already"  # said to a second writer
 FOREIGN = "has files of others|is not empty and holds nothing to resume|holds a training"
 LAST = "run/checkpoints/last.ckpt"

@@ -26,7 +26,7 @@ VALUES = {
     "model.betas": [[0.9, 0.999], [0.5, 0.5]],
     "model.learning_rate": [1.0e-5, 1, 3.0e-4],
     "model.start_from": [None, "embedded-hass", "7"],
-    "data.store": ["runs/features", "s3://a/b", "on"],
+    "data.store": ["runs/features", "a/b", "on"],
     "data.limit": [None, 9],
     "seed_everything": [5, True],
     "trainer.max_steps": [7, 20],
