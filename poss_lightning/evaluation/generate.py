@@ -3,10 +3,8 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from itertools import count
-from json import dumps
 from statistics import fmean
 from typing import Any, Literal
 
@@ -51,7 +49,6 @@ def generate(
     compare: bool = True,
     chat: bool = False,
     show: Literal["tree"] | None = None,
-    json: bool = False,
     **plan: Any,
 ) -> None:
     """Print the answer to a prompt while it is decoded, then its speed and, unless in a chat, that of plain decoding.
@@ -77,17 +74,11 @@ def generate(
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token.
-        json: print one JSON object, and nothing else.
         **plan: sizes of trees; see `Plan`.
     """
-    options = {
-        name: value for name, value in locals().items() if name not in ("compare", "chat", "show", "json", "plan")
-    }
     tree = tree or ("fixed" if show else "auto")
     sizes = Plan(lookup=choose_lookup(lookup, bool(draft), tree), **plan)
     sampling = Sampling(temperature, top_k, top_p)
-    if json and (chat or show):
-        raise ValueError("json prints one object and nothing else: leave out chat and show")
     if prompt == "-" and not chat:
         prompt = sys.stdin.read().strip()
     if not prompt.strip():
@@ -96,9 +87,6 @@ def generate(
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
     alone = Autoregressive(model)
     decoder = Speculative.from_draft(model, loaded, sizes, tree) if loaded or sizes.lookup else alone
-    options |= {"tree": None, "dtype": model.dtype_name, "device": str(model.device)}
-    if isinstance(decoder, Speculative):
-        options |= asdict(decoder.plan) | {"tree": tree}
 
     messages: list[Message] = []
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):
@@ -108,16 +96,12 @@ def generate(
         if is_compared:  # the first forward takes longer, and would count against one of the two
             ask(alone, limit=1)
         pieces = Pieces(model.chat.text)
-        decoded = ask(decoder, limit=max_new_tokens, watch=None if json else _shown(decoder, pieces, show))
+        decoded = ask(decoder, limit=max_new_tokens, watch=_shown(decoder, pieces, show))
         said = model.chat.text(decoded.tokens)
         plain = ask(alone, limit=len(decoded.tokens)) if is_compared else None
-        facts = _facts(decoded, plain)
-        if json:
-            print(dumps(options | {"prompt": text, "text": said} | facts, ensure_ascii=False))
-        else:
-            print(f"{printable(said if show else pieces.rest())}\n\n{_speed(facts, model.dtype_name)}")
-            if isinstance(decoder, Speculative) and (why := decoder.why_plain):
-                logger.info("%s. --tree fixed drafts nevertheless", why)
+        print(f"{printable(said if show else pieces.rest())}\n\n{_speed(decoded, plain, model.dtype_name)}")
+        if isinstance(decoder, Speculative) and (why := decoder.why_plain):
+            logger.info("%s. --tree fixed drafts nevertheless", why)
         messages.append({"role": "assistant", "content": said})
 
 
@@ -164,28 +148,21 @@ def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Prog
     return draw_round if show else print_tokens
 
 
-def _facts(decoded: Decoded, plain: Decoded | None) -> dict[str, Any]:
-    """Return what is measured of an answer, and beside plain decoding."""
-    accepted, rate = decoded.accepted, len(decoded.tokens) / decoded.seconds["total"]
-    return {
-        "tokens": decoded.tokens,
-        "accepted": accepted,
-        "tau": fmean(accepted) + 1 if accepted else None,
-        "seconds": decoded.seconds,
-        "tokens_per_second": rate,
-        "speed_up": plain and rate * plain.seconds["total"] / len(plain.tokens),
-        "equal": plain and decoded.tokens == plain.tokens,
-    }
+def _speed(decoded: Decoded, plain: Decoded | None, dtype: str) -> str:
+    """Describe how fast an answer was decoded, with τ, and compared with plain decoding."""
+    rate = _rate(decoded)
+    line = f"{len(decoded.tokens)} tokens, {rate:.1f} tokens/s"
+    if prepared := sum(decoded.seconds.get(part, 0) for part in ("measure", "capture")):
+        line += f" (after {prepared:.1f} s of preparation)"
+    if decoded.accepted:
+        line += f", τ {fmean(decoded.accepted) + 1:.2f}"
+    if plain:
+        same = decoded.tokens == plain.tokens
+        output = "same tokens" if same else f"output differs (near-ties under {dtype} rounding)"
+        line += f", {rate / _rate(plain):.2f} × plain decoding ({_rate(plain):.1f} tokens/s), {output}"
+    return line
 
 
-def _speed(facts: dict[str, Any], dtype: str) -> str:
-    rate, speed_up = facts["tokens_per_second"], facts["speed_up"]
-    said = f"{len(facts['tokens'])} tokens, {rate:.1f} tokens/s"
-    if prepared := sum(facts["seconds"].get(part, 0) for part in ("measure", "capture")):
-        said += f" (after {prepared:.1f} s of preparation)"
-    if facts["tau"]:
-        said += f", τ {facts['tau']:.2f}"
-    if speed_up:
-        same = "same tokens" if facts["equal"] else f"different tokens: some all but tied in {dtype}"
-        said += f", {speed_up:.2f} × plain decoding ({rate / speed_up:.1f} tokens/s), {same}"
-    return said
+def _rate(decoded: Decoded) -> float:
+    """Return the tokens per second of an answer."""
+    return len(decoded.tokens) / decoded.seconds["total"]

@@ -1,7 +1,6 @@
 """`poss generate`: what is said, when, and what it says of its own speed."""
 
 import io
-import json
 import re
 from collections.abc import Iterator
 
@@ -75,11 +74,14 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
         (ALONE | {"lookup": 4}, PREPARED + TAU + PLAIN),
     ],
 )
-def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(common, target, capsys, options, line):
-    generate("How many legs?", **common | options)
+def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(
+    common, target, capsys, monkeypatch, options, line
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs has 🐴?\n"))
+    generate("-", **common | options)
     text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
     assert re.fullmatch(rf"20 tokens, {NUMBER} tokens/s{line}", last)
-    prompt = target.chat.prompt([{"role": "user", "content": "How many legs?"}])
+    prompt = target.chat.prompt([{"role": "user", "content": "How many\nlegs has 🐴?"}])
     sampling = Sampling(*(options[name] for name in ("temperature", "top_k", "top_p") if name in options))
     seeded = torch.Generator().manual_seed(options.get("seed", 0))
     (expected,) = Autoregressive(target).decode([prompt], 20, sampling=sampling, generator=seeded)
@@ -92,24 +94,6 @@ def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
     monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: dear)
     generate("Hi", **common)
     assert "tree: auto gave up drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
-
-
-# --- one JSON object ---
-
-
-def test_json_is_one_object_with_all_options_and_measurements(common, target, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs has 🐴?\n"))
-    generate("-", json=True, **common)
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1 and "🐴" in out
-    said = json.loads(out)
-    assert {name: said[name] for name in common} == common
-    assert said["prompt"] == "How many\nlegs has 🐴?"
-    assert (said["tree"], said["depth"], said["seed"]) == ("auto", 2, 0)
-    assert said["text"] == target.chat.text(said["tokens"]) and len(said["tokens"]) == 20
-    assert said["tau"] == sum(said["accepted"]) / len(said["accepted"]) + 1
-    assert said["tokens_per_second"] == pytest.approx(20 / said["seconds"]["total"])
-    assert said["speed_up"] > 0 and said["equal"] is True
 
 
 # --- stdin and chats ---
