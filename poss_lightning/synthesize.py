@@ -60,8 +60,7 @@ def synthesize(
     Args:
         out: file to write, `.jsonl` or `.jsonl.gz`.
         target: "embedded", a local folder or a hub id.
-        prompts: files, folders or suites of prompts, as for `poss benchmark --suites`. `hub:OWNER/NAME?split=train`
-            names the split of a data set; by default it is `test`, else `validation`, else the only one.
+        prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
         conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all.
         turns: user messages of a conversation; a prompt has its own number.
         temperature: sampling temperature of the user's messages.

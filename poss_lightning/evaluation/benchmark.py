@@ -70,10 +70,10 @@ def benchmark(
         drafts: name and draft (folder, hub id or shipped draft) of each method, e.g. --drafts.hass
             runs/hass/draft-best.
         target: "embedded", a local folder or a hub id.
-        suites: files or folders of JSON lines, the project's own by name, `hub:mt_bench` and the like,
-            `hub:OWNER/NAME`; all of the project's own by default.
-        limit: decode at most this many questions of each suite, the first; by default all of a file and of
-            SPEED-Bench, and 80 of other data sets of the hub.
+        suites: files or folders of JSON lines, the project's own by name, or `hub:mt_bench` and the like, which
+            `poss list` shows; all of the project's own by default.
+        limit: decode at most this many questions of each suite, the first; by default all of a file, and 80 of most
+            data sets of the hub.
         max_new_tokens: most tokens of an answer.
         tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words

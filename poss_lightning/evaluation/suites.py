@@ -1,13 +1,13 @@
-"""Suites of questions: the project's own, JSON lines in many forms, the papers' six, and any data set of the hub."""
+"""Suites of questions: the project's own, JSON lines in many forms, and named data sets of the hub (`suites.yaml`)."""
 
 import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -22,7 +22,6 @@ from poss_lightning.terminal import announced
 OWN = Path(__file__).parent / "prompts"
 NAMED = Path(__file__).parent / "suites.yaml"
 HUB = "hub:"
-WITHHELD = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
 
 
@@ -31,9 +30,9 @@ class HubSuite:
     """A split of a data set, and how its rows become questions."""
 
     repo: str  # a hub id, or a folder that `datasets` can load
-    revision: str | None = None  # a commit; None for the newest
+    revision: str | None  # a commit; None of a folder
+    split: str = "test"
     config: str | None = None  # of the data set; None for its default
-    split: str | None = None  # None for `test`, else `validation`, else the only one
     file: str | None = None  # of the data set, where its files are different suites
     questions: int | None = 80  # asked where the user sets no limit; None for all
     fields: dict[str, str] = field(default_factory=dict)  # of a record, made from those of a row
@@ -76,9 +75,7 @@ def own_suites() -> list[str]:
 
 @check_numbers
 def read_suites(
-    sources: list[str] | str | None = None,
-    limit: Count | None = None,
-    strict: bool = True,
+    sources: list[str] | str | None = None, limit: Count | None = None, strict: bool = True
 ) -> list[Question]:
     """Read the questions of several suites, in order; a suite is named by its file or data set without the path.
 
@@ -87,29 +84,39 @@ def read_suites(
             `chat`, ...: a suite of the project's own.
             `FILE`, `FOLDER`: a file of records, as for a corpus, or a folder of `.jsonl` files; for the forms of a
             record see `read_question`. `FILE?field=NAME` reads a different field.
-            `hub:mt_bench` and the others of `suites.yaml`: the papers' six, SPEED-Bench, those of vLLM's speculators.
-            `hub:OWNER/NAME`, `hub:FOLDER`: a data set whose rows have the forms of a file's.
-            Options of a suite of the hub, joined by `&`: `?repo=FOLDER` for a copy, `field`, `config`, `split`,
-            `revision`.
-        limit: at most this many questions of each suite, the first; by default all of a file, what `suites.yaml` says,
-            and 80 of other data sets of the hub.
+            `hub:mt_bench` and the others of `suites.yaml`: the papers' six, and those of vLLM's speculators.
+            `?repo=FOLDER` names a copy of the data set.
+        limit: at most this many questions of each suite, the first; by default all of a file, and what `suites.yaml`
+            says.
         strict: a malformed record, or a repeated id, is an error; otherwise malformed ones are left out, counted and
             named, up to a tenth of them, and a repeated id gets `#2`, `#3`, ...
     """
     sources = [sources] if isinstance(sources, str) else sources
     questions: list[Question] = []
     for source in sources or own_suites():
-        for suite in _load(source, limit, strict):
-            name = suite[0].suite
-            if twins := [question.source for question in questions if question.suite == name]:
-                raise ValueError(f"two suites are named {name!r}; names must differ: {twins[0]}, {suite[0].source}")
-            questions += suite
+        for records in _open(source):
+            if twins := [question.source for question in questions if question.suite == records.suite]:
+                raise ValueError(
+                    f"two suites are named {records.suite!r}; names must differ: {twins[0]}, {records.origin}"
+                )
+            questions += _ask(records, limit or records.limit, strict)
     return questions
 
 
-def _load(source: str, limit: int | None, strict: bool) -> Iterator[list[Question]]:
+class _Records(NamedTuple):
+    """What a suite is made from."""
+
+    suite: str
+    origin: str  # a file, or a data set with its commit
+    records: Iterator[tuple[int, object]]  # numbered from 1
+    field: str | None = None  # that has the question; None for the usual ones
+    limit: int | None = None  # of questions, where the user sets none
+
+
+def _open(source: str) -> Iterator[_Records]:
+    """Yield what each suite of a source is made from."""
     if source.startswith(HUB):
-        yield _from_hub(source, limit, strict)
+        yield _stream(source)
         return
     place, options = (source, {}) if Path(source).exists() else formats.options_of(source, "field")
     files = local_files(place) or [OWN / f"{name}.jsonl" for name in own_suites() if name == place]
@@ -118,55 +125,43 @@ def _load(source: str, limit: int | None, strict: bool) -> Iterator[list[Questio
             f"suite {source!r} is not a file, a folder of .jsonl files, or one that poss list shows"
         )
     for path in files:
-        rows = ((f"{path}:{number}", number, record) for number, record in formats.file_records(path))
         name = Path(path.name.removesuffix(".gz")).stem
         name = path.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
-        yield _suite(name, str(path), rows, limit, options.get("field"), strict)
+        yield _Records(name, str(path), formats.file_records(path), options.get("field"))
 
 
-def _from_hub(source: str, limit: int | None, strict: bool) -> list[Question]:
-    place, options = formats.options_of(source, "repo", "field", "config", "split", "revision")
-    name, field = place.removeprefix(HUB), options.pop("field", None)
-    if name not in KNOWN and "/" not in name:
-        raise FileNotFoundError(f"suite {source!r} is not hub:OWNER/NAME, and not one that poss list shows")
-    copied: dict[str, Any] = {"revision": None} if "repo" in options else {}  # the pin is of the original
-    suite = replace(KNOWN.get(name, HubSuite(name)), **(copied | options))
-    origin, records = _stream(suite)
-    rows = ((f"{source} row {number}", number, record) for number, record in records)
-    return _suite(Path(name).name, origin, rows, limit or suite.questions, field, strict)
-
-
-def _stream(suite: HubSuite) -> tuple[str, Iterator[tuple[int, dict]]]:
-    """Return where the rows of a suite come from, `repo@commit config split`; and the rows as records, numbered from 1.
-
-    A row is downloaded when it is iterated to.
-    """
+def _stream(source: str) -> _Records:
+    """Return the rows of a data set of the hub; each is downloaded when it is iterated to."""
+    place, options = formats.options_of(source, "repo")
+    if (name := place.removeprefix(HUB)) not in KNOWN:
+        raise FileNotFoundError(f"suite {source!r} is not one that poss list shows; give JSON lines of other data sets")
+    suite = KNOWN[name]
+    if "repo" in options:
+        suite = replace(suite, repo=options["repo"], revision=None)  # the pin is of the original
     import datasets  # takes a second, and files do without it
 
     with announced(f"asking for the data set {suite.repo}"):
-        builder = datasets.load_dataset_builder(
-            suite.repo, suite.config, revision=suite.revision, data_files=suite.file
+        rows = datasets.load_dataset(
+            suite.repo,
+            suite.config,
+            split=suite.split,
+            revision=suite.revision,
+            data_files=suite.file,
+            streaming=True,
         )
-        splits = builder.as_streaming_dataset()
-    assert isinstance(splits, dict)  # as no split was asked for
-    usual = ("test", "validation", *(splits if len(splits) == 1 else ()))
-    split = suite.split or next((name for name in usual if name in splits), "test")
-    if split not in splits:
-        raise ValueError(f"{suite.repo} has no split {split!r}: choose ?split= of {', '.join(splits)}")
-    commit = f"@{builder.hash}" if builder.repo_id else ""  # a folder's hash is of its path
-    return f"{suite.repo}{commit} {builder.config.name} {split}", _records(suite, splits[split])
+    parts = suite.repo + (f"@{suite.revision}" if suite.revision else ""), suite.config or "default", suite.split
+    return _Records(name, " ".join(parts), _rows(suite, rows), limit=suite.questions)
 
 
-def _records(suite: HubSuite, rows: Iterable[dict]) -> Iterator[tuple[int, dict]]:
+def _rows(suite: HubSuite, rows: Any) -> Iterator[tuple[int, object]]:
     for number, row in enumerate(rows, 1):
         if not row.get(suite.without):
             question = str(row.get("question", ""))
-            sentence = question[:1].upper() + question[1:].removesuffix("?") + "?"
-            try:
-                made = {name: form.format_map({**row, "sentence": sentence}) for name, form in suite.fields.items()}
-            except KeyError as error:
-                raise ValueError(f"row {number} of {suite.repo} has no {error}; it has {', '.join(row)}") from None
-            yield number, formats.without_nulls(row) | made
+            row["sentence"] = question[:1].upper() + question[1:].removesuffix("?") + "?"
+            yield (
+                number,
+                formats.without_nulls(row) | {name: form.format_map(row) for name, form in suite.fields.items()},
+            )
 
 
 def local_files(suite: str) -> list[Path]:
@@ -175,50 +170,43 @@ def local_files(suite: str) -> list[Path]:
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
 
 
-def _suite(
-    name: str,
-    source: str,
-    rows: Iterator[tuple[str, int, object]],
-    limit: int | None,
-    field: str | None,
-    strict: bool,
-) -> list[Question]:
-    """Make the questions of a suite from rows: the place of each, for messages; its number; and its content."""
-    questions, faults = [], []
-    for place, number, row in islice(rows, limit):
+def _ask(records: _Records, limit: int | None, strict: bool) -> list[Question]:
+    """Make the questions of a suite from its first records."""
+    questions, faults, used = [], [], {}
+    for number, record in islice(records.records, limit):
         try:
-            questions.append(_question(name, source, number, row, field))
+            question = _question(records, number, record)
         except Malformed as error:
-            faults.append(f"{place}: {error}")
-    formats.report_left_out(f"{source}: {{}} malformed", faults, len(questions) + len(faults), strict)
-    if not questions:
-        raise ValueError(f"{source} has no questions")
-    used: dict[str, int] = {}
-    for place, question in enumerate(questions):
+            faults.append(f"{records.origin}:{number}: {error}")
+            continue
         if (id := formats.unused(str(question.id), used)) != str(question.id):
             if strict:
-                raise ValueError(f"suite {name} repeats question_id {question.id!r}; ids must differ")
-            questions[place] = replace(question, id=id)
+                raise ValueError(f"suite {records.suite} repeats question_id {question.id!r}; ids must differ")
+            question = replace(question, id=id)
+        questions.append(question)
+    formats.report_left_out(f"{records.origin}: {{}} malformed", faults, len(questions) + len(faults), strict)
+    if not questions:
+        raise ValueError(f"{records.origin} has no questions")
     return questions
 
 
-def _question(suite: str, source: str, number: int, row: object, field: str | None) -> Question:
-    record = formats.parse_line(row) if isinstance(row, bytes) else row
+def _question(source: _Records, number: int, line: object) -> Question:
+    record = formats.parse_line(line) if isinstance(line, bytes) else line
     record = {"turns": [record]} if isinstance(record, str) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, not {type(record).__name__}")
-    opening, turns, template = read_question(record, field)
+    opening, turns, template = read_question(record, source.field)
     id = next((record[name] for name in ("question_id", *readers.IDS) if record.get(name) not in (None, "")), number)
     id = refuse_half_pairs(id if isinstance(id, int) else str(id), "its id")
     category = known if isinstance(known := record.get("category"), str) else ""
-    return Question(suite, id, category, turns, opening, template, source)
+    return Question(source.suite, id, category, turns, opening, template, source.origin)
 
 
 def read_question(record: dict, field: str | None = None) -> tuple[list[Message], list[str], dict[str, Any]]:
     """The system messages, the user's turns, and what the chat template is given besides, as in a `Conversation`.
 
     Answers are left out, since the model gives its own: everything between two answers is one turn, its messages joined
-    by a blank line. Where there are no answers at all, as in SPEED-Bench's files, each message of the user is a turn. A
+    by a blank line. Where there are no answers at all, each message of the user is a turn. A
     conversation ends where the answer was a tool call, which nobody runs here, and before a later system message.
 
     Args:
@@ -239,10 +227,6 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of texts, none of them blank")
-    if any(WITHHELD in text for text in texts):
-        raise Malformed(
-            "SPEED-Bench may not hold this text: name a file that NVIDIA-NeMo/Skills' prepare.py has written"
-        )
     return opening, refuse_half_pairs(texts, f"`{key}`"), readers.template_of(record)
 
 

@@ -74,9 +74,7 @@ def test_what_watching_takes_does_not_count(target, monkeypatch):
         (ALONE | {"lookup": 4}, PREPARED + TAU + PLAIN),
     ],
 )
-def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(
-    common, target, capsys, monkeypatch, options, line
-):
+def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(common, target, capsys, monkeypatch, options, line):
     monkeypatch.setattr("sys.stdin", io.StringIO("How many\nlegs has 🐴?\n"))
     generate("-", **common | options)
     text, _, last = capsys.readouterr().out.rstrip("\n").rpartition("\n\n")
