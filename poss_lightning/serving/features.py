@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from poss_lightning.features.shards import TargetReader, TextFeatures
-from poss_lightning.serving.hooks import changed_hooks
+from poss_lightning.serving.plugin import warn_of_version
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
 
@@ -135,8 +135,7 @@ class Vllm:
             import vllm  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(f"engine is 'vllm', which cannot be imported here ({error}): pip install vllm") from error
-        if changed := changed_hooks():
-            raise ValueError(f"engine is 'vllm', and vLLM {vllm.__version__} lacks or changed {'; '.join(changed)}")
+        warn_of_version()
         self._folder = tempfile.TemporaryDirectory(prefix="poss-states-")
         self._one_token = vllm.SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         self._model = vllm.LLM(

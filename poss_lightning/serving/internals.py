@@ -1,4 +1,4 @@
-"""How a draft learns which position it drafts, and writes keys without attending; `hooks` lists what this needs.
+"""How a draft learns which position it drafts, and writes keys without attending, in vLLM 0.32.
 
 count_steps        A model is not told which position it drafts, but the builders of attention metadata are: on the V1
                    model runner by `build_for_drafting(…, draft_index)`, on the V2 runner by one
