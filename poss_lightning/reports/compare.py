@@ -31,7 +31,7 @@ def compare(
         records: folders with rounds in them or below, or files of engines; several as [a,b].
         baseline: the method whose speed is 1; the others should give its tokens.
         reference: the method that acceptance lengths and speeds are compared with, for example the single-layer draft.
-        all: print every table: by position, suite, length and category, with p and minimum detectable effects.
+        all: print every table: by position and suite, with p and minimum detectable effects.
         html: page to write: tables, curves, decoded text, and how the runs were made.
         runs: for the page, folders of training runs, whose TensorBoard files give drift and loss by depth; a sweep's
             own by default.

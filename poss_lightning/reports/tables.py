@@ -3,24 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from poss_lightning.reports.findings import Findings
 from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO, Measure, position
-from poss_lightning.reports.statistics import Estimate, Jackknife, interval, leave_one_out, mean_over, ratio
+from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.summary import ALL, MethodSummary
 
 PARTS = ["prefill", "draft", "verify", "commit", "round"]  # a CUDA graph is timed as one part, `round`
-POSITION, INPUT = 32, 128  # tokens at which the second column begins; each reaches twice as far as the one before
-LENGTHS = {
-    "position": "τ micro by output position (tokens before the round)",
-    "input": "τ micro by input length (tokens)",
-    "category": "τ micro by category",
-}
 LEGEND = (
     "τ macro is the mean over prompts, τ micro over rounds. * is p < 0.05. A comparison is followed by its p and, as "
     "±, its minimum detectable effect: the smallest true effect that it would find with 80 % power. Both are corrected "
@@ -41,7 +33,7 @@ def overview(found: Findings) -> pd.DataFrame:
 
 
 def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
-    """By title: methods, against the reference, by position, suite, length and category; milliseconds per token."""
+    """By title: methods, against the reference, by position and suite; milliseconds per token."""
     rows, reference = found.overall, found.reference
     drafted = [row for row in rows if row.rounds]
     compared = [row for row in rows if row.gains]
@@ -58,9 +50,6 @@ def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     if reference:
         gains = {title: partial(gain_text, measure=each) for title, each in positions.items()}
         tables[f"pos-acc by position, % − {reference}"] = _table([row for row in compared if row.rounds], gains)
-    one = " (one training)" if any(len(row.seeds) > 1 for row in drafted) else ""
-    lengths = _length_tables({row.method: found.answers[row.method] for row in drafted if row.method in found.answers})
-    tables |= {title + one: table for title, table in lengths.items()}
     if found.speed is SPEED:  # a sweep's choices were timed apart
         tables["Milliseconds per new token"] = _parts(found.answers)
     return {title: table for title, table in tables.items() if len(table) and len(table.columns) > 1}
@@ -158,49 +147,3 @@ def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         lambda each: f"{each:.1f}" if each else ""
     )
     return texts.loc[:, texts.any()].reset_index()
-
-
-# --- where drafts accept: published drafts fade in long texts (arXiv 2605.09329), which one mean hides ---
-
-
-def _length_tables(methods: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """τ (micro) of each method that drafts, a table for each of `LENGTHS`; those with a single column are left out."""
-    rounds = pd.concat([list_rounds(own).assign(method=name) for name, own in methods.items()] or [pd.DataFrame()])
-    tables = {}
-    for by, title in LENGTHS.items() if len(rounds) else ():
-        if len(rounds[by].unique()) > 1:
-            sums = rounds.groupby([by, "method", "suite", "id"], sort=False)["accepted"].agg(["size", "sum"])
-            taus = sums.groupby([by, "method"]).apply(_tau).unstack(by).reindex(methods)
-            tables[title] = taus.fillna("").set_axis(_name_columns([*taus.columns]), axis=1).reset_index(names="method")
-    return tables
-
-
-def list_rounds(answers: pd.DataFrame) -> pd.DataFrame:
-    """Each round of answers, what it accepted, and its columns: of its position the tokens before it (1 is prefill's).
-
-    Those of engines are left out, which say neither lengths nor the order of rounds.
-    """
-    answers = answers[answers["prompt_tokens"] > 0].reset_index()
-    rounds = answers.explode("accepted").dropna(subset=["accepted"]).astype({"accepted": int})
-    before = (rounds["accepted"] + 1).groupby(level=0).cumsum() - rounds["accepted"]
-    return rounds.assign(position=_doubling(before, POSITION), input=_doubling(rounds["prompt_tokens"], INPUT))
-
-
-def _doubling(numbers: pd.Series, shortest: int) -> np.ndarray:
-    """Return the columns of numbers, by where they begin: 0, then `shortest` times 1, 2, 4, …"""
-    return np.where(numbers < shortest, 0, shortest * 2 ** np.log2(np.maximum(numbers // shortest, 1)).astype(int))
-
-
-def _name_columns(begins: list[Any]) -> list[str]:
-    """Return categories as they are, and ranges: `0–31`, `32–63`, …, `512–`."""
-    if isinstance(begins[0], str):
-        return begins
-    return [*(f"{begin}–{after - 1}" for begin, after in pairwise(begins)), f"{begins[-1]}–"]
-
-
-def _tau(sums: pd.DataFrame) -> str:
-    """τ (micro) with its interval over the prompts that have such rounds."""
-    rounds, accepted = sums.to_numpy(float).T  # (Q,)
-    counts = leave_one_out(len(rounds))
-    taus = ratio(counts @ (rounds + accepted), counts @ rounds)
-    return interval(mean_over([Jackknife(taus, rounds > 0)])).with_interval()

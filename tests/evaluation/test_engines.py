@@ -6,8 +6,6 @@ from collections import Counter
 import pytest
 
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.reports.findings import find
-from poss_lightning.reports.tables import all_tables
 
 ROUNDS = [[2, 0, 1, 2], [0, 0], [3]]
 
@@ -57,15 +55,6 @@ def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
     assert "AIPerf" not in form or rounds["id"].tolist() == [str(sum(own)) for own in ROUNDS]
     assert {*rounds["turn"]} == {int("AIPerf" in form)}
     assert {*zip(rounds["suite"], rounds["method"], strict=True)} == {("requests", "served (engine)")}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_no_table_shows_an_order_that_no_engine_says(tmp_path, form):
-    """Rounds of one answer, early ones long and late ones short: τ and pos-acc are known, τ by position is not."""
-    long = [3] * 30 + [0] * 30
-    (tmp_path / "served.jsonl").write_text(FORMS[form] + lines(vllm(long, form == "detailed")))
-    tables = all_tables(find(tmp_path / "served.jsonl"))
-    assert {"Methods", "pos-acc by position, %"} == tables.keys()
 
 
 @pytest.mark.parametrize(

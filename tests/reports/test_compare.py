@@ -1,19 +1,15 @@
-"""`poss compare` in the terminal: short table, verdict, all tables; temperatures, lengths and warnings."""
+"""`poss compare` in the terminal: short table, verdict, all tables; temperatures and warnings."""
 
 import shutil
-from collections import defaultdict
 from dataclasses import replace
-from itertools import chain
-from statistics import fmean
 
 import pytest
-from scipy import stats
 
 from poss_lightning.reports.compare import compare, print_findings, show
 from poss_lightning.reports.findings import find
 from poss_lightning.reports.measures import TAU_MACRO, TAU_MICRO
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.tables import LENGTHS, all_tables, gain_text, verdict
+from poss_lightning.reports.tables import all_tables, gain_text, verdict
 from tests.support.lab import write_run
 from tests.support.synthetic import make_cells, make_rows
 
@@ -104,7 +100,6 @@ def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
         shutil.rmtree(sweep / "choice=poss-1" / f"seed={seed}")
     found = find(sweep, reference="eagle")
     assert words in found.notes
-    assert any("output position" in title and "(one training)" in title for title in all_tables(found))
 
 
 def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
@@ -149,54 +144,6 @@ def test_a_different_draft_tree_or_target_is_refused(tmp_path):
     write("cut", "13")
     with pytest.raises(ValueError, match=r"cut was measured on another target than .*warm \("):
         find(tmp_path)
-
-
-# --- lengths and parts ---
-
-
-def naive_columns(records, by):
-    """What rounds accepted, by the beginning of their column, then by prompt."""
-    columns = defaultdict(lambda: defaultdict(list))
-    for row in records:
-        before = 1  # the prefill's token
-        for accepted in row["accepted"]:
-            position = max(begin for begin in (0, 32, 64, 128, 256) if begin <= before)
-            length = max(begin for begin in (0, 128, 256, 512, 1024) if begin <= row["prompt_tokens"])
-            column = {"position": position, "input": length, "category": row["category"]}[by]
-            columns[column][row["suite"], row["id"]].append(accepted)
-            before += accepted + 1
-    return [[*columns[begin].values()] for begin in sorted(columns)]
-
-
-def naive_tau(prompts):
-    """Tokens per round, and the jackknife's interval over at least three prompts."""
-    taus = [1 + fmean(chain(*prompts[:q], *prompts[q + 1 :])) for q in range(len(prompts))]
-    tau = 1 + fmean(chain(*prompts))
-    if len(prompts) < 3:
-        return f"{tau:.2f}"
-    values = [len(prompts) * tau - (len(prompts) - 1) * without for without in taus]
-    low, high = stats.t.interval(0.95, len(prompts) - 1, tau, stats.sem(values))
-    return f"{tau:.2f} ({low:.2f}…{high:.2f})"
-
-
-def test_tables_of_lengths_are_what_counting_gives(tmp_path):
-    records = make_rows(methods=("eagle", "poss-1"), rounds=80)
-    for row in records:
-        row["prompt_tokens"] = (127, 128, 255, 1024)[2 * row["turn"] + row["repeat"]]
-        row["category"] = str(int(row["id"]) // 4)
-    write_run(tmp_path, records, {})
-    tables = all_tables(find(tmp_path, baseline="eagle"))
-    names = {
-        "position": ["0–31", "32–63", "64–127", "128–"],
-        "input": ["0–127", "128–1023", "1024–"],
-        "category": ["0", "1"],  # of eight prompts and of two
-    }
-    for by, named in names.items():
-        table = tables[LENGTHS[by]]
-        assert list(table.columns) == ["method", *named]
-        for method, *texts in table.itertuples(index=False):
-            own = [row for row in records if row["method"] == method]
-            assert texts == [naive_tau(prompts) for prompts in naive_columns(own, by)]
 
 
 def test_milliseconds_of_the_parts_are_those_of_a_token(tmp_path):
