@@ -1,10 +1,7 @@
 """What a reading of a draft accepts, and what an engine has counted, by prompt and position, with paired intervals."""
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
@@ -15,16 +12,13 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.readings import Reading, bfloat16
 from poss_lightning.doctor.texts import LONG
 from poss_lightning.draft.attention import Packing
-from poss_lightning.evaluation.engines import read_engine
+from poss_lightning.evaluation.engines import read_served
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.ranges import MAX_POSITIONS
 from poss_lightning.reports import statistics
 from poss_lightning.reports.statistics import Comparison, Floats, Jackknife
-
-COUNTER = re.compile(r'num_(?:drafts|accepted_tokens_per_pos)_total\{(?:.*position="(\d+)")?.*\} (\S+)')  # vLLM's
-AVERAGE = re.compile(r'spec_accept_length(?:\{.*\} |": ?)(\d[\d.e+]*)')  # SGLang's
 
 
 class Counts(NamedTuple):
@@ -112,26 +106,7 @@ def replayed(
 
 
 def engine_acceptance(path: str) -> tuple[float, list[float]]:
-    """Read what an engine has counted: τ, and pos-acc by position, [] where it gives an average alone.
-
-    The file holds vLLM's /metrics, SGLang's /metrics or /server_info, or responses with the acceptance of each.
-
-    Raises:
-        ValueError: nothing in the file says how many tokens were accepted.
-    """
-    text, sums = Path(path).read_text(errors="replace"), Counter[int]()
-    for place, value in COUNTER.findall(text):
-        sums[int(place or -1) + 1] += int(float(value))
-    if sums:
-        reached = np.array([sums[place] for place in range(len(sums))])
-    elif averages := AVERAGE.findall(text):
-        return fmean(map(float, averages)), []
-    else:
-        try:
-            rounds = np.concatenate([row["accepted"] for row in read_engine(Path(path))])
-        except ValueError as error:
-            raise ValueError(f"{error}; or a saved /metrics of vLLM or SGLang") from None
-        reached = np.array([(rounds >= place).sum() for place in range(rounds.max() + 1)])
-    if not reached[0]:
-        raise ValueError(f"{path} has counters of no draft: save /metrics after the engine has answered")
-    return float(reached.sum() / reached[0]), statistics.ratio(reached[1:], reached[:-1]).tolist()
+    """Return what an engine accepted, as `read_served` reads it: τ, and pos-acc by position; [] of a mean alone."""
+    tau, passed = read_served(Path(path))
+    reached = np.sum(passed, 0) if passed else np.ones(1)
+    return tau, statistics.ratio(reached[1:], reached[:-1]).tolist()

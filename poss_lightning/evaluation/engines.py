@@ -1,39 +1,81 @@
-"""Rounds as other engines report them: `poss compare FILE` shows their acceptance.
+"""What other engines counted, in their responses and metrics: one reader for `poss compare` and `poss doctor`.
 
-Three forms are known: vLLM's responses (`--per-request-spec-decode-metrics`), SGLang's, and AIPerf's
-profile_export.jsonl (`--export-level records`); JSON lines or one array, gzipped or not.
+Every figure is by rounds: a round is one forward pass of the target that verifies a draft. A mean that a file states is
+weighted by its rounds, and refused where it does not say how many.
 """
 
+import re
 import reprlib
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from poss_lightning.corpus.formats import file_records, parse_line
 
 HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
+MEANS = {"spec_verify_ct": "spec_accept_length", "num_spec_steps": "mean_acceptance_length"}  # weights, and of what
 HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
     "with spec_correct_drafts_histogram, or AIPerf's profile_export.jsonl of --export-level records"
 )
+COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)_total\{(.*)\} (\S+)", re.MULTILINE)
+LABEL = re.compile(r'(model_name|position)="([^"]*)"')
+GAUGE = re.compile(r'(?:^sglang:spec_accept_length(?:\{.*\})?|"avg_spec_accept_length":) *([\d.e+-]+)', re.MULTILINE)
+
+
+class Served(NamedTuple):
+    """What an engine accepted.
+
+    Attributes:
+        tau: tokens per round.
+        passed: for each answer, or for all together: its rounds, and those that accepted at least 1, 2, … tokens; []
+            where the file has a mean alone.
+    """
+
+    tau: float
+    passed: list[list[int]]
+
+
+def read_served(file: Path) -> Served:
+    """Read what an engine accepted from responses, as `read_engine`; vLLM's /metrics; SGLang's /metrics, /server_info.
+
+    Raises:
+        ValueError: the file does not say so, or for several models, or by means that nothing weights.
+    """
+    text = file.read_text(errors="replace")
+    if counters := COUNTER.findall(text):
+        return _read_counters(file, counters)
+    if gauges := GAUGE.findall(text):
+        return _read_gauges(file, gauges)
+    answers = [known for _, _, found in _answers(file) for known in found]
+    histograms = [rounds for known in answers if (rounds := _accepted(known))]
+    if histograms:
+        most = max(map(max, histograms))
+        passed = [[sum(count >= k for count in rounds) for k in range(most + 1)] for rounds in histograms]
+        return Served(1 + sum(map(sum, histograms)) / sum(map(len, histograms)), passed)
+    weighted = [
+        (known[rounds], known[mean]) for known in answers for rounds, mean in MEANS.items() if known.get(rounds)
+    ]
+    if total := sum(rounds for rounds, _ in weighted):
+        return Served(sum(rounds * mean for rounds, mean in weighted) / total, [])
+    raise ValueError(f"{file}: no answer says what each round accepted: {HOW}; or save /metrics of vLLM or SGLang")
 
 
 def read_engine(file: Path) -> list[dict[str, Any]]:
-    """Read a row for each answer of an engine's file, which names the method.
+    """Read a row for each answer of an engine's responses, which names the method.
 
-    Answers without rounds, such as failed requests, are skipped. No engine says how long the prompt was, and histograms
-    do not give the order of an answer's rounds: `prompt_tokens` is 0, and tables by length leave these answers out.
+    Three forms are known: vLLM's responses (`--per-request-spec-decode-metrics`), SGLang's, and AIPerf's
+    profile_export.jsonl (`--export-level records`); JSON lines, one array or a saved stream, gzipped or not.
+
+    Answers without rounds, such as failed requests, are skipped. No engine says how long the prompt was, so
+    `prompt_tokens` is 0, and histograms do not give the order of an answer's rounds.
 
     Raises:
         ValueError: no answer says what its rounds accepted; the message names file and line, and how to get one.
     """
     rows = []
-    for number, line in file_records(file):
-        try:
-            values: Any = parse_line(line) if isinstance(line, bytes) else line
-            accepted, request = _accepted(values), values.get("metadata") or {}  # AIPerf's, in order of completion
-        except (AttributeError, TypeError, ValueError) as error:
-            known = f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted"
-            raise ValueError(f"{known} ({error}): {HOW}") from None
+    for number, request, found in _answers(file):
+        accepted = [count for known in found for count in _accepted(known)]
         row = {
             "suite": "requests",
             "id": str(request.get("session_num", number)),
@@ -51,10 +93,66 @@ def read_engine(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _accepted(values: dict[str, Any]) -> list[int]:
-    """Return accepted tokens per round of an answer; [] where nothing was drafted."""
-    vllm = (values.get("metrics") or {}).get("speculative_decoding")
-    known = vllm or values.get("meta_info") or values.get("spec_decode_acceptance") or {}
+def _answers(file: Path) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
+    """List the answers of a file: number, AIPerf's metadata, and the objects that say what its rounds accepted.
+
+    Chunks of a stream have the id of their answer, and the last of them counts.
+    """
+    found: dict[Any, tuple[int, dict[str, Any], list[dict[str, Any]]]] = {}
+    for number, line in file_records(file):
+        line = line.removeprefix(b"data: ").strip() if isinstance(line, bytes) else line
+        if line == b"[DONE]":
+            continue
+        try:
+            values: Any = parse_line(line) if isinstance(line, bytes) else line
+            known = _find_counts([values])
+            [_accepted(each) for each in known]
+            key = values.get("id") or (values.get("meta_info") or {}).get("id") or number
+            found[key] = number, values.get("metadata") or {}, known  # which has the order of completion
+        except (AttributeError, TypeError, ValueError) as error:
+            words = f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted"
+            raise ValueError(f"{words} ({error}): {HOW}") from None
+    return list(found.values())
+
+
+def _find_counts(level: list[Any]) -> list[dict[str, Any]]:
+    """Find the objects of a response that count rounds: those of the highest level that has any."""
+    objects = [each for each in level if isinstance(each, dict)]
+    if found := [each for each in objects if each.keys() & {*HISTOGRAMS, *MEANS, "per_step_accepted"}]:
+        return found
+    deeper = [value for each in objects for value in each.values()]
+    deeper += [value for each in level if isinstance(each, list) for value in each]
+    return _find_counts(deeper) if deeper else []
+
+
+def _accepted(known: dict[str, Any]) -> list[int]:
+    """Return accepted tokens per round; [] where nothing was drafted, or the object has means alone."""
     counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
     times = counts.items() if isinstance(counts, dict) else enumerate(counts)
     return known.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
+
+
+def _read_counters(file: Path, counters: list[tuple[str, str, str]]) -> Served:
+    """Sum vLLM's counters over its engines."""
+    sums: dict[str, Counter[str]] = {}
+    for name, labels, value in counters:
+        known = dict(LABEL.findall(labels))
+        key = known.get("position", name)
+        sums.setdefault(known.get("model_name", ""), Counter())[key] += int(float(value))
+    used = {model: own for model, own in sums.items() if own["drafts"]}
+    if len(used) != 1:
+        what = f"counters of {' and '.join(used)}: keep the lines of one" if used else "counters of no draft yet"
+        raise ValueError(f"{file} has {what}; save /metrics after the engine has answered")
+    ((_, own),) = used.items()
+    places = [own[str(place)] for place in range(sum(key.isdigit() for key in own))]
+    accepted = own["accepted_tokens"] or sum(places)
+    return Served(1 + accepted / own["drafts"], [[own["drafts"], *places]] if places else [])
+
+
+def _read_gauges(file: Path, gauges: list[str]) -> Served:
+    """Return the mean that all of SGLang's schedulers state; 0 is that of a scheduler without a draft yet."""
+    values = sorted({round(float(mean), 6) for mean in gauges if float(mean)})
+    if len(values) == 1:
+        return Served(values[0], [])
+    said = f"different means of its schedulers, {values}, and not of how many rounds" if values else "no draft yet"
+    raise ValueError(f"{file} has {said}: {HOW}")

@@ -17,7 +17,7 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.command import FOREIGN, NOTHING, _best
 from poss_lightning.doctor.files import facts, load
-from poss_lightning.doctor.measure import Counts, engine_acceptance, replayed, unrolled
+from poss_lightning.doctor.measure import Counts, replayed, unrolled
 from poss_lightning.doctor.texts import FROM_STORE, TargetAnswers
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling
@@ -255,25 +255,6 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
     accepted = [count for own in rounds for answer in own for count in answer]
     tau = replayed(reading, texts.samples()).tau().values[0]
     assert tau == pytest.approx(1 + sum(accepted) / len(accepted), rel=1e-12)
-
-
-def test_counters_of_engines_are_read(tmp_path):
-    """vLLM's /metrics of two engines, and answers with their rounds: both alike; SGLang's average."""
-    name = "vllm:spec_decode_num"
-    text = f'# TYPE {name}_drafts_total counter\n{name}_drafts_created{{engine="0"}} 1.7e9\n'
-    for engine, drafts, places in ((0, 6, (4, 1)), (1, 4, (2, 1))):
-        text += f'{name}_drafts_total{{engine="{engine}",model_name="m-7"}} {drafts}.0\n'
-        for place, count in enumerate(places):
-            text += f'{name}_accepted_tokens_per_pos_total{{engine="{engine}",position="{place}"}} {count}.0\n'
-    histogram = {"choices": [], "metrics": {"speculative_decoding": {"acceptance_histogram": [4, 4, 2]}}}
-    gauge = "sglang:spec_accept_length"
-    average = f'# HELP {gauge} The average.\n# TYPE {gauge} gauge\n{gauge}{{model_name="m-7"}} 1.8\n'
-    server = json.dumps({"internal_states": [{"avg_spec_accept_length": 1.8, "memory": 3}]}, separators=(",", ":"))
-    counted = (text, json.dumps(histogram))
-    for number, content in enumerate((*counted, average, server)):
-        (tmp_path / f"{number}.json").write_text(content)
-        tau, rates = engine_acceptance(str(tmp_path / f"{number}.json"))
-        assert tau == 1.8 and rates == ([0.6, 1 / 3] if content in counted else [])
 
 
 def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_folder, tmp_path):

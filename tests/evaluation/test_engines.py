@@ -1,10 +1,12 @@
-"""Rounds as other engines report them: in every form, a record accepts what the rounds accepted."""
+"""What other engines counted: in every form, compare and doctor read what the rounds accepted."""
 
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from poss_lightning.evaluation.engines import read_served
 from poss_lightning.evaluation.rounds import read_rounds
 
 ROUNDS = [[2, 0, 1, 2], [0, 0], [3]]
@@ -18,7 +20,7 @@ def vllm(rounds: list[int], detailed: bool = True) -> dict:
     """A response of vLLM's server."""
     known = {"acceptance_histogram": counts(rounds), "num_draft_tokens": 3 * len(rounds)}
     known |= {"per_step_accepted": rounds} if detailed else {}
-    return {"id": "cmpl-1", "choices": [{"text": "so"}], "metrics": {"speculative_decoding": known}}
+    return {"id": f"cmpl-{len(rounds)}", "choices": [{"text": "so"}], "metrics": {"speculative_decoding": known}}
 
 
 def aiperf(rounds: list[int]) -> dict:
@@ -29,7 +31,23 @@ def aiperf(rounds: list[int]) -> dict:
 
 def sglang(rounds: list[int], name: str = "spec_correct_drafts_histogram") -> dict:
     """A response of SGLang's /generate."""
-    return {"text": "so", "meta_info": {"spec_verify_ct": len(rounds), name: counts(rounds)}}
+    return {"text": "so", "meta_info": means(rounds) | {name: counts(rounds)}}
+
+
+def means(rounds: list[int]) -> dict:
+    return {"spec_verify_ct": len(rounds), "spec_accept_length": 1 + sum(rounds) / len(rounds)}
+
+
+def chat(rounds: list[int]) -> dict:
+    """A chat completion of SGLang's, which has a histogram where it was asked for."""
+    details = {"sglext": {"spec_tokens_details": sglang(rounds)["meta_info"]}}
+    return {"id": f"{len(rounds)}", "usage": {"completion_tokens": 5}, "choices": [{"message": {}} | details]}
+
+
+def stream(*answers: dict) -> str:
+    """Each answer in two chunks, of which the first is of half its rounds or none."""
+    chunks = [chunk for each in answers for chunk in ({"id": each["id"], "choices": [{"delta": {}}]}, each)]
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n"
 
 
 def lines(*answers: dict) -> str:
@@ -43,6 +61,8 @@ FORMS = {
     "AIPerf": lines(*map(aiperf, ROUNDS)),
     "SGLang": lines(*map(sglang, ROUNDS)),
     "SGLang's earlier name": lines(*(sglang(rounds, "spec_accept_histogram") for rounds in ROUNDS)),
+    "SGLang's chat": lines(*map(chat, ROUNDS)),
+    "a saved stream": stream(*ANSWERS),
     "requests that failed or had no drafts": lines({"metrics": None, "choices": []}, vllm([], False), *ANSWERS),
 }
 
@@ -57,13 +77,74 @@ def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
     assert {*zip(rounds["suite"], rounds["method"], strict=True)} == {("requests", "served (engine)")}
 
 
+def prometheus(name: str, **values: float) -> str:
+    """A metric with one value for each set of labels, as `model-engine` names them."""
+    labels = {key: 'model_name="{}",engine="{}"'.format(*key.split("_")) for key in values}
+    text = f"# HELP {name} Number.\n# TYPE {name} counter\n"
+    return text + "".join(f"{name}{{{labels[key]}}} {value}\n" for key, value in values.items())
+
+
+def vllm_metrics(engines: dict[str, list[int]], has_places: bool = True) -> str:
+    """vLLM's /metrics of engines that had these rounds."""
+    name = "vllm:spec_decode_num"
+    text = prometheus(f"{name}_drafts_total", **{key: float(len(own)) for key, own in engines.items()})
+    text += prometheus(f"{name}_drafts_created", **dict.fromkeys(engines, 1.7e9))
+    text += prometheus(f"{name}_accepted_tokens_total", **{key: float(sum(own)) for key, own in engines.items()})
+    for place in range(3 * has_places):
+        passed = {key: float(sum(count > place for count in own)) for key, own in engines.items()}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+        text += prometheus(name, **passed).replace(",engine", f',position="{place}",engine')
+    return text
+
+
+def gauge(**means: float) -> str:
+    return prometheus("sglang:spec_accept_length", **means)
+
+
+FIRST, REST = ROUNDS[0], ROUNDS[1] + ROUNDS[2]
+TAU = 1 + 8 / 7  # 8 tokens of 7 rounds; by answers 1 + (5/4 + 0 + 3) / 3
+STATES = [{"avg_spec_accept_length": mean, "memory": 3} for mean in (TAU, 0.0, None, TAU)]
+COUNTED = {  # with what is passed at each position, [] where a mean alone is known
+    "vLLM's engines": (vllm_metrics({"m_0": FIRST, "m_1": REST}), [7, 4, 3, 1]),
+    "vLLM's models, one of which is idle": (vllm_metrics({"m_0": FIRST + REST, "other_0": []}), [7, 4, 3, 1]),
+    "vLLM's without positions": (vllm_metrics({"m_0": FIRST, "m_1": REST}, has_places=False), []),
+    "SGLang's gauge": (gauge(m_0=TAU, m_1=0.0), []),
+    "SGLang's server": (json.dumps({"internal_states": STATES}), []),
+    "SGLang's means, weighted": (lines(*({"meta_info": means(rounds)} for rounds in ROUNDS)), []),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, *COUNTED])
+def test_acceptance_is_by_rounds_in_every_form(tmp_path, form):
+    text, passed = COUNTED.get(form) or (FORMS[form], [7, 4, 3, 1])
+    (tmp_path / "served.txt").write_text(text)
+    served = read_served(tmp_path / "served.txt")
+    assert served.tau == pytest.approx(TAU) and np.sum(served.passed, 0).tolist() == (passed or 0)
+    assert len(served.passed) == (len(ROUNDS) if form in FORMS else len(passed) > 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (gauge(m_0=1.5, m_1=2.5), r"different means of its schedulers, \[1.5, 2.5\], and not of how many rounds"),
+        (gauge(m_0=0.0), "has no draft yet"),
+        (vllm_metrics({"m_0": FIRST, "other_0": REST}), "has counters of m and other: keep the lines of one"),
+        (vllm_metrics({"m_0": []}), "has counters of no draft yet; save /metrics after the engine has answered"),
+    ],
+)
+def test_counters_that_say_nothing_of_a_draft_are_refused(tmp_path, text, words):
+    (tmp_path / "metrics.txt").write_text(text)
+    with pytest.raises(ValueError, match=words):
+        read_served(tmp_path / "metrics.txt")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("# HELP vllm:n Number.\n", r"line 1: .* \(not JSON .* --per-request-spec-decode-metrics detailed"),
         (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
         (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
-        (lines({"spec_decode_acceptance": [3, 2, 1]}), "line 1: .* does not say what each round accepted"),
+        (lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
         ("[1]", "line 1: 1 does not say"),
     ],
 )
