@@ -25,7 +25,7 @@ from poss_lightning.training.strategies import DeepSpeed, gather_draft, prepare
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
 DATA = {"batch_tokens": 160, "noise": 0.0, "validation": 0.2}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "betas": (0.9, 0.95), "warmup": 0.0, "gamma": 0.9}
-MODEL |= {"weight_decay": 0.01, "vocabulary_size": 200}
+MODEL |= {"weight_decay": 0.1, "vocabulary_size": 200}
 EAGLE3 = {"kind": "eagle3", "loss": {"token": 1.0}, "detach": False}
 QUIET = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "logger"), False)
 

@@ -74,12 +74,11 @@ def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[l
     return steps[:STEPS]
 
 
-def difference(weights: Weights, wanted: Weights, initial: Path) -> float:
+def difference(weights: Weights, wanted: Weights, start: Weights) -> float:
     """Of what training changed, relative."""
-    start = load_file(initial)
     names = [name for name, value in start.items() if value.is_floating_point()]
     found, expected, before = (
-        torch.cat([x[name].double().flatten() for name in names]) for x in (weights, wanted, start)
+        torch.cat([x[name].cpu().double().flatten() for name in names]) for x in (weights, wanted, start)
     )
     return float((found - expected).norm() / (expected - before).norm())
 
