@@ -24,8 +24,10 @@ TOOLS = {
     "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
     "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
-    "export": ("poss_lightning.training.export", "the draft of a checkpoint, as a folder; any dtype, fewer tokens"),
-    "convert": ("poss_lightning.interop.convert", "drafts in published layouts, and for engines"),
+    "convert": (
+        "poss_lightning.interop.convert",
+        "convert a draft, or a checkpoint, between formats and dtypes",
+    ),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
     "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
     "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),

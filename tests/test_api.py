@@ -178,7 +178,7 @@ def test_what_is_no_draft_and_a_missing_tokenizer_are_named_before_anything_is_l
     (training / "last.ckpt").touch()
     for name, draft, words in (
         ("no such target", training, "is a training's folder; its draft is"),
-        ("no such target", training / "last.ckpt", "poss export"),
+        ("no such target", training / "last.ckpt", "last.ckpt is not a complete checkpoint of plain"),
         (reference, None, "tokenizer is None; a LlamaForCausalLM in hand needs its own"),
     ):
         with pytest.raises(ValueError, match=words):

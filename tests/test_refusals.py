@@ -13,7 +13,6 @@ TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # arguments before the name of the output, and after
     "synthesize": ((), TINY),
     "extract": (("{inputs}/corpus.jsonl",), TINY),
-    "export": (("{inputs}/draft",), ()),
     "convert": (("{inputs}/draft",), ("--output_format", "eagle", "--target", "{inputs}/target")),
     "benchmark": ((), (*TINY, "--drafts.d", "{inputs}/draft")),
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
@@ -34,7 +33,7 @@ PLACES = [  # each refusal once
     ("synthesize", "folder.jsonl", "folder.jsonl is a folder: name a file in it"),
     ("compare", "page.txt", "page.txt; its name must end in .html"),
     ("compare", "a" * 300 + ".html", "File name too long"),
-    ("export", "file", "file already exists"),
+    ("convert", "file", "file already exists"),
     ("convert", "file/below", "Not a directory"),
     ("replay", "file", "file is a file: name a folder"),
     ("benchmark", "others", "others is not empty and holds nothing to resume"),
@@ -60,7 +59,6 @@ def refuse(inputs: Path, folder: Path, command: str, *arguments: str) -> Result:
 REFUSED = {  # what each command checks last, when it has loaded everything
     "synthesize": (*TINY, "--user_tokens", "400", "--answer_tokens", "200"),
     "extract": (*TINY, "--layers", "[9]"),
-    "export": ("--vocabulary_size", "321", "--corpus", "{inputs}/corpus.jsonl", "--target", "{inputs}/target"),
     "convert": ("--output_format", "eagle", "--target", "{inputs}/another"),
     "benchmark": (*TINY, "--drafts.d", "{inputs}/draft", "--depth", "7", "--nodes", "7"),
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),

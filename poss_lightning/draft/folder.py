@@ -1,6 +1,7 @@
 """A draft's folder: where it is, the names of its files, and what is refused."""
 
 import base64
+import pickle
 import shlex
 from collections.abc import Mapping
 from importlib.resources import files
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.files import fetch, read_json
+from poss_lightning.terminal import announced
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TRAINED_ON = "trained_on_64"  # in the header of the weights; "trained_on" had 32 bits a text, too few to tell
@@ -62,6 +64,27 @@ def check_state(state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
 
 
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a training checkpoint: only tensors and plain values, so no code in the file runs.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a checkpoint of `poss fit`.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with announced(f"reading {path}"):
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a complete checkpoint of plain tensors: {reason}") from error
+    for name in ("state_dict", "draft"):
+        if not isinstance(stored, dict) or name not in stored:
+            raise ValueError(f"{path} has no {name!r}: it is not a checkpoint of `poss fit`")
+    return stored
+
+
 def published_format(stored: dict[str, Any]) -> str:
     """Return the format of a published draft, by its config.json; "eagle" where that says nothing."""
     names = stored.get("architectures")
@@ -77,16 +100,14 @@ def check_draft(source: str | Path, folder: Path | None = None) -> None:
 
 def _describe_other(path: Path, source: str | Path) -> str:
     """Say what a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
-    if path.suffix == ".ckpt" and path.is_file():
-        return f"a training's checkpoint; its draft is written by: poss export {shlex.quote(str(path))} DRAFT"
     if path.is_file():
-        return "a file; a draft is a folder with config.json and model.safetensors"
+        return "a file; a draft is a folder with config.json and model.safetensors, or a training's checkpoint, *.ckpt"
     if (path / "config.json").is_file():
         return _describe_config(read_json(path / "config.json"), path, source)
     if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
         return f"a training's folder; its draft is {drafts[0]}"
     if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
-        return f"a folder of checkpoints; a draft is written by: poss export {shlex.quote(str(checkpoints[0]))} DRAFT"
+        return f"a folder of checkpoints; give one of them, as {checkpoints[0]}"
     return ""
 
 

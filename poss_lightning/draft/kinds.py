@@ -29,6 +29,7 @@ from poss_lightning.draft.folder import (
     check_state,
     decode_digests,
     find_draft,
+    load_checkpoint,
 )
 from poss_lightning.draft.layer import Norm, NormedSpecialist
 from poss_lightning.draft.specialists import Specialists
@@ -109,6 +110,7 @@ class Eagle3(Chain):
         self.lm_head.weight.data[torch.isin(ids, other_ids)] = kept
 
 
+PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
 KINDS: dict[str, type[Specialists]] = {"eagle2": Eagle2, "eagle3": Eagle3, "block": Block}
 
 
@@ -118,30 +120,46 @@ def make_draft(config: DraftConfig, vocabulary: Tensor | None = None) -> Special
 
 
 def load_draft(source: str | Path) -> Specialists:
-    """Load a draft from a local folder, a hub id, or a shipped draft's name, in float32 however it is stored.
+    """Load a draft from a local folder, a hub id, a shipped draft's name, or a checkpoint of a training, *.ckpt.
+
+    It is in float32, however it is stored. A checkpoint of any strategy needs neither a GPU nor a process group.
 
     Raises:
         FileNotFoundError: there is no such draft, or a file is missing.
         ValueError: something else is there, or config and weights contradict each other; the message names both.
     """
+    config, state, digests, where = _read_checkpoint(source) if str(source).endswith(".ckpt") else _read_folder(source)
+    try:
+        check_state(state)
+        draft = make_draft(config, state.get("vocabulary"))
+        draft.trained_on = decode_digests(digests)
+        draft.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{where} does not fit its config: {error}") from error
+    return draft
+
+
+Parts = tuple[DraftConfig, dict[str, Tensor], str, Path]  # with the digests of what it was trained on, and the file
+
+
+def _read_checkpoint(source: str | Path) -> Parts:
+    stored, path = load_checkpoint(Path(source)), Path(source)
+    weights = {
+        name.removeprefix(PREFIX): each for name, each in stored["state_dict"].items() if name.startswith(PREFIX)
+    }
+    return DraftConfig.from_json(stored["draft"], path), weights, stored.get(TRAINED_ON, ""), path
+
+
+def _read_folder(source: str | Path) -> Parts:
     check_draft(source)
     folder = find_draft(source)
     check_draft(source, folder)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")
-    config = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG)
+    config, file = DraftConfig.from_json((folder / CONFIG).read_text(), folder / CONFIG), folder / WEIGHTS
     try:
-        state = load_file(folder / WEIGHTS)
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            header = file.metadata() or {}
+        with safe_open(file, "pt") as opened:
+            return config, load_file(file), (opened.metadata() or {}).get(TRAINED_ON, ""), file
     except SafetensorError as error:
-        raise ValueError(f"{folder / WEIGHTS} is damaged, or not a safetensors file: {error}") from error
-    try:
-        check_state(state)
-        draft = make_draft(config, state.get("vocabulary"))
-        draft.trained_on = decode_digests(header.get(TRAINED_ON, ""))
-        draft.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{folder / WEIGHTS} does not fit its {CONFIG}: {error}") from error
-    return draft
+        raise ValueError(f"{file} is damaged, or not a safetensors file: {error}") from error

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -99,21 +99,17 @@ def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
     return counts
 
 
-def most_frequent(counts: np.ndarray, size: int, always: Collection[int] = ()) -> Tensor | None:
-    """Choose `always` and the most frequent tokens, `size` in all, as ascending ids (size,); None for all tokens.
+def most_frequent(counts: np.ndarray, size: int) -> Tensor | None:
+    """Choose the `size` most frequent tokens, as ascending ids (size,); None for all tokens.
 
     Of equally frequent tokens the lower id goes first, so the lowest ids fill up if fewer than `size` tokens occur.
 
     Args:
         counts: (vocabulary,), from `count_tokens`.
-        size: at least the number of `always`.
-        always: ids that are taken whatever their counts.
     """
     if size == len(counts):
         return None
-    ranks = counts.copy()
-    ranks[list(always)] = np.iinfo(np.int64).max
-    return torch.from_numpy(np.sort(np.argsort(-ranks, kind="stable")[:size]))
+    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
 
 def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:

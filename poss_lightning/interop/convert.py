@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.files import check_new, fetch, read_json
+from poss_lightning.files import atomic_folder, check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
 from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
 from poss_lightning.interop.tensors import Draft, check_frozen, find_vocabulary, to_ours, to_theirs
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
+from poss_lightning.terminal import announced
 
 
 @check_numbers
@@ -27,14 +30,15 @@ def convert(
     output_format: Literal["ours", "eagle", "poss", "eagle3", "speculators", "dflash", "vllm", "sglang"] = "ours",
     allocation: list[Position] | None = None,
     target: str = "embedded",
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
 ) -> None:
     """Convert a draft between formats: the published ones, those that serving engines load, and ours.
 
     The target is loaded to describe it in our config.json, and to check that an embedding or a head in the file is the
-    target's.
+    target's; from ours to ours, as from a checkpoint to a folder, it is not needed.
 
     Args:
-        source: folder or hub id; in our format also the name of a shipped draft.
+        source: folder or hub id; in our format also the name of a shipped draft, or a training's checkpoint, *.ckpt.
         out: folder to write.
         input_format: format of the source.
         output_format: format to write.
@@ -42,6 +46,8 @@ def convert(
             state it. The speculators format states it; in the other formats a single layer serves 6 positions, or 7
             of EAGLE-3's.
         target: "embedded", a local folder or a hub id; the one the draft was trained for.
+        dtype: of the weights; None as they are stored, or float32 from ours to ours. 16 bits lose nothing if decoding
+            uses the same dtype.
 
     Raises:
         FileExistsError: there is something at `out`.
@@ -50,11 +56,14 @@ def convert(
             what the draft computes.
     """
     ours = input_format == "ours"
-    refuse(
-        (input_format == output_format, f"input_format and output_format are both {output_format}; they must differ"),
-        (ours and allocation is not None, f"allocation is {allocation}; a draft of ours states its own: leave it out"),
-    )
+    words = f"allocation is {allocation}; a draft of ours states its own: leave it out"
+    refuse((ours and allocation is not None, words))
     check_new(out)
+    if ours and output_format == "ours":
+        draft = load_draft(source).to(getattr(torch, dtype or "float32"))
+        with announced(f"writing {out}"), atomic_folder(out) as folder:
+            draft.save_pretrained(folder)
+        return _report(out, draft.config)
     if ours:
         draft = _load_ours(source)
         loaded = Target.load(target, dtype=None, device="cpu")
@@ -67,13 +76,20 @@ def convert(
             draft = parse_published(*published, loaded)
         except ValueError as error:
             raise ValueError(f"{source} as {input_format}: {error}") from error
-    _write(draft, Path(out), output_format, loaded)
+    _write(Draft(draft.config, cast(draft.state, dtype)), Path(out), output_format, loaded)
+
+
+def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
+    """Return tensors in a dtype, but for whole numbers; as they are with None."""
+    own = dtype and getattr(torch, dtype)
+    return {name: each.to(own) if own and each.is_floating_point() else each for name, each in state.items()}
 
 
 def _load_ours(source: str) -> Draft:
     """Load a draft in our format, checked, with its tensors as they are stored."""
     draft = load_draft(source)
-    config, state = draft.config, {"scale": draft.scale} | load_file(find_draft(source) / WEIGHTS)
+    stored = draft.state_dict() if source.endswith(".ckpt") else load_file(find_draft(source) / WEIGHTS)
+    config, state = draft.config, {"scale": draft.scale} | stored
     if config.vocabulary_size == config.target.vocab_size:  # a vocabulary of all tokens is stored as none
         config = replace(config, vocabulary_size=None)
         del state["vocabulary"]
@@ -143,5 +159,9 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
         checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
+    _report(out, config)
+
+
+def _report(out: str | Path, config: DraftConfig) -> None:
     layers = f"; it reads target layers {list(config.aux_layers)}, counted from 1" if config.aux_layers else ""
     print(f"{out}: allocation {list(config.allocation)}, for {config.target.name}{layers}")

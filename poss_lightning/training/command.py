@@ -20,12 +20,12 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from poss_lightning.configs import config_files, explain_option, set_up_parser
+from poss_lightning.draft.folder import load_checkpoint
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed
 from poss_lightning.training.callbacks import StepBar
-from poss_lightning.training.export import load_checkpoint
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import (
     AUTO,

@@ -263,7 +263,7 @@ class SpecialistTraining(lightning.LightningModule):
     # --- checkpoints ---
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        """Add the draft's config, so that `poss export` needs nothing but the checkpoint."""
+        """Add the draft's config, so that `load_draft` needs nothing but the checkpoint."""
         self.guard.check()
         checkpoint["draft"] = self.draft.config.to_json()
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)

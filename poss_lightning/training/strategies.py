@@ -2,7 +2,7 @@
 
 With every strategy, a step's gradient is reduced once, after its last accumulated batch. A checkpoint is one plain
 Lightning file with undivided float32 weights and AdamW moments, from which any strategy resumes, on any number of
-processes. `poss export` needs no process group.
+processes. `load_draft` needs no process group.
 """
 
 from collections.abc import Iterator

@@ -164,7 +164,7 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
     config.write_text(json.dumps(stored | {"target": stored["target"] | {"heads": "4"}}))
     refused(r"config\.json is not a draft's config \(target's heads is '4'; it must be a valid integer")
     config.write_text(json.dumps(stored | {"allocation": [2, 2]}))
-    refused(r"model\.safetensors does not fit its config\.json")
+    refused(r"model\.safetensors does not fit its config")
     config.write_text(json.dumps(stored))
     save_file({name: value for name, value in state.items() if name != "fc.weight"}, weights)
     refused(r"fc\.weight")

@@ -15,8 +15,8 @@ from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.writing import write_store
+from poss_lightning.interop.convert import convert
 from poss_lightning.training.callbacks import DraftFolders
-from poss_lightning.training.export import export
 from tests.support.resuming import fit
 from tests.support.stores import dies_after
 from tests.support.talks import SIZES, talks
@@ -84,13 +84,13 @@ def test_a_killed_replay_resumes_with_the_draft_that_is_missing(trained, tmp_pat
 
 
 def test_a_draft_keeps_what_it_was_trained_on(trained, tmp_path):
-    """When it is exported, from a checkpoint too, and when a training on other text starts from it."""
+    """When it is converted, from a checkpoint too, and when a training on other text starts from it."""
     folder, data = trained
     known = load_draft(folder / "draft-last").trained_on
     assert known == {data.source.digest(i) for i in data.train} and len(known) == len(data.train)
     assert max(known) > 2**56, "of 32 bits, some of a million texts would be among others by chance"
     for number, source in enumerate((folder / "draft-last", folder / "last.ckpt")):
-        export(str(source), str(tmp_path / str(number)), "bfloat16")
+        convert(str(source), str(tmp_path / str(number)), dtype="bfloat16")
         assert load_draft(tmp_path / str(number)).trained_on == known
     store = extracted(tmp_path / "store", [Conversation(str(i), OTHER * (i + 1)) for i in range(9)])
     train(store, tmp_path / "second", start_from=str(folder / "draft-last"))

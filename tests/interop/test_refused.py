@@ -66,7 +66,6 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("poss", {}, "it has 3 layers, and allocation is None: give the positions that each serves"),
     ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation is [3, 3]: give"),
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
-    ("poss --output_format=poss", {}, "input_format and output_format are both poss"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
     ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing (and "),
     ("eagle3 --input_format=speculators", {}, "transformer_layer_config is None; it must describe"),

@@ -14,10 +14,10 @@ import torch
 import yaml
 from tqdm import tqdm
 
+from poss_lightning.draft.folder import load_checkpoint
 from poss_lightning.evaluation.rounds import PARTS
 from poss_lightning.files import TEMPORARY
 from poss_lightning.reports.scalars import read_scalars
-from poss_lightning.training.export import load_checkpoint
 from tests.support.faults import KILLED, Child, Fault, Operation, fork
 from tests.support.inputs import write_inputs, write_suite
 from tests.support.stores import ROLES
@@ -85,7 +85,7 @@ WRITERS = {
         "synthesize out.jsonl TARGET --prompts=[{inputs}/questions.jsonl] --answer_tokens=6 --batch_size=2"
     ),
     "convert": line("convert {inputs}/draft out --output_format=poss --target={inputs}/target"),
-    "export": line("export {inputs}/draft out --dtype=bfloat16"),
+    "to bfloat16": line("convert {inputs}/draft out --dtype=bfloat16"),
     "benchmark": line(f"benchmark out --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "replay": line("replay store out --drafts.d={inputs}/draft ON", STORE),
     "compare": line("compare {inputs}/records --html=out.html"),
