@@ -7,11 +7,13 @@
 transformers' own assisted generation cannot take such a draft: it asks for a chain, and this drafts a tree.
 """
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from poss_lightning.corpus.turns import read_message
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -26,7 +28,7 @@ from poss_lightning.target.model import Target
 from poss_lightning.target.template import token_ids
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers.generation.streamers import BaseStreamer
 
 NEW_TOKENS = 20  # transformers' default
@@ -107,70 +109,52 @@ class Model:
     def generate(
         self,
         input_ids: Tensor,
-        generation_config: "GenerationConfig | None" = None,
+        generation_config: GenerationConfig | None = None,
         *,
         attention_mask: Tensor | None = None,
-        max_new_tokens: int | None = None,
-        max_length: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        eos_token_id: int | list[int] | Tensor | None = None,
-        pad_token_id: int | Tensor | None = None,
-        repetition_penalty: float | None = None,
-        num_return_sequences: int | None = None,
         streamer: "BaseStreamer | None" = None,
         generator: torch.Generator | None = None,
         seed: int | None = None,
+        **arguments: Any,
     ) -> Tensor:
         """Continue the prompts; return them with their padding and what follows: (B, T) -> (B, T + new).
 
-        Every argument means what it means in transformers; its other arguments raise a TypeError here. The model's own
-        generation_config is not read: the defaults are 20 new tokens, greedy; with `do_sample`, temperature 1 and top_k
-        50. A prompt padded on the right continues from its last real token. No text exceeds the target's context.
+        The model's own generation_config is not read: the defaults are 20 new tokens, greedy; with `do_sample`,
+        temperature 1 and top_k 50. A prompt padded on the right continues from its last real token. No text exceeds the
+        target's context.
 
         Args:
             input_ids: (B, T)
-            generation_config: gives those of the other arguments that are None; one that sets others is refused.
+            generation_config: of transformers, as it takes it.
             attention_mask: (B, T) 0 where there is padding, on either side; None takes pad tokens for padding, unless
                 they are stop tokens too.
-            max_length: `max_new_tokens` + T; where both are given, `max_new_tokens` holds.
-            eos_token_id: stop tokens; the target's by default, [] for none.
-            pad_token_id: fills finished texts; by default the tokenizer's, or else a stop token.
             streamer: for one prompt, given its tokens as they are accepted.
             generator: on the CPU, for drawing; or give a `seed`.
+            **arguments: fields of a generation config, which count before it and mean what they mean there, except that
+                None is as not given: max_new_tokens, max_length, do_sample, temperature, top_k, top_p, min_p,
+                repetition_penalty, num_return_sequences, eos_token_id ([] for none), pad_token_id.
 
         Raises:
-            TypeError: input_ids is not a tensor.
-            ValueError: input_ids of another shape or dtype, a number outside its range, or a mask with holes.
+            TypeError: input_ids is not a tensor, or an argument has another name.
+            ValueError: input_ids of another shape or dtype, a field that does nothing here, a number outside its range,
+                or a mask with holes.
         """
-        if generation_config is not None:
-            arguments = dict(locals())
-            given = {name: arguments[name] for name in _CONFIGURED if arguments[name] is not None}
-            given |= {"streamer": streamer, "generator": generator, "seed": seed}
-            options = _read_config(generation_config, given)
-            return self.generate(input_ids, attention_mask=attention_mask, **options)
+        config = _configure(generation_config, arguments)
         _check_tokens(input_ids)
         if seed is not None:
             if generator is not None:
                 raise ValueError("seed and generator are both given: choose one")
             generator = torch.Generator().manual_seed(seed)
-        if (copies := 1 if num_return_sequences is None else num_return_sequences) != 1:
-            if copies < 1 or not do_sample:
-                raise ValueError(f"num_return_sequences is {copies}; it must be 1, or more with do_sample=True")
+        if copies := config.num_return_sequences:
             input_ids = input_ids.repeat_interleave(copies, 0)
             attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
-        chats, ends = self.target.chat.stops, token_ids(eos_token_id, "eos_token_id")
-        stops = chats if eos_token_id is None else frozenset(ends)
-        pads = [*token_ids(pad_token_id, "pad_token_id"), *token_ids(self.tokenizer.pad_token_id)]
-        pad = next(iter([*pads, *ends, *sorted(chats), 0]))
-        options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-        sampling = _sampling(bool(do_sample), 1.0 if repetition_penalty is None else repetition_penalty, **options)
-        is_padding = pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chats)
+        chat_stops, ends = self.target.chat.stops, token_ids(config.eos_token_id, "eos_token_id")
+        stops = chat_stops if config.eos_token_id is None else frozenset(ends)
+        pads = [*token_ids(config.pad_token_id, "pad_token_id"), *token_ids(self.tokenizer.pad_token_id)]
+        pad = next(iter([*pads, *ends, *sorted(chat_stops), 0]))
+        is_padding = config.pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chat_stops)
         prompts = _unpadded(input_ids, attention_mask, pad if is_padding and pad not in stops else None)
-        limit = _limit(max_new_tokens, max_length, input_ids.shape[1])
+        limit = _limit(config.max_new_tokens, config.max_length, input_ids.shape[1])
         watch = None
         if streamer is not None:
             if len(prompts) > 1:
@@ -181,7 +165,7 @@ class Model:
                 streamer.put(torch.tensor(step.tokens[0]))
 
             watch = watch_stream
-        decoded = self.decoded = self.decoder.decode(prompts, limit, stops, sampling, generator, watch)
+        decoded = self.decoded = self.decoder.decode(prompts, limit, stops, _sampling(config), generator, watch)
         texts = [one.tokens for one in decoded]
         if streamer is not None:
             streamer.end()
@@ -198,51 +182,41 @@ class Model:
         Raises:
             ValueError: a message without a role or a text, or one that the chat template refuses; it is named.
         """
-        if arguments.get("num_return_sequences") not in (None, 1):
-            raise ValueError("num_return_sequences is for `generate`; a chat has one answer")
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
         for number, message in enumerate(messages):
             if isinstance(message, dict) and message.get("content") is None and not message.get("tool_calls"):
                 raise ValueError(f"message {number} has no content; give a text")
         prompt = self.target.chat.prompt([read_message(turn, f"message {i}") for i, turn in enumerate(messages)])
-        config = arguments.get("generation_config")
-        of_config = set() if config is None else config.to_diff_dict().keys() & {"max_new_tokens", "max_length"}
-        if max_new_tokens is None and arguments.get("max_length") is None and not of_config:
+        config = arguments.get("generation_config") or GenerationConfig()
+        limits = (max_new_tokens, arguments.get("max_length"), config.max_new_tokens, config.max_length)
+        if all(limit is None for limit in limits):
             max_new_tokens = ANSWER_TOKENS
         inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
         output = self.generate(**inputs, max_new_tokens=max_new_tokens, **arguments)
         return self.target.chat.text(output[0, len(prompt) :].tolist())
 
 
-# What a generation config may set; any other field is refused, as it would have no effect.
-_CONFIGURED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p")
-_CONFIGURED += ("eos_token_id", "pad_token_id", "repetition_penalty", "num_return_sequences")
-_DRAWING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_ONES = ("num_beams", "num_beam_groups", "typical_p", "encoder_repetition_penalty", "guidance_scale")  # 1 asks nothing
-# Prefixes of fields that change no token here: caches, compilation, assistants and beams.
-_MEANINGLESS = ("transformers_version", "bos_token", "decoder_start", "_from", "use_cache", "cache_", "max_cache_len")
-_MEANINGLESS += ("compile_", "disable_compile", "low_memory", "prefill_chunk", "assistant_", "num_assistant")
-_MEANINGLESS += ("prompt_lookup", "max_matching_ngram", "length_penalty", "early_stopping", "renormalize_logits")
+# Fields of a generation config that are done here, and those that change no token.
+SUPPORTED = ("max_new_tokens", "max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "eos_token_id")
+SUPPORTED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
+IGNORED = ("transformers_version", "bos_token_id", "cache_implementation", "_from_model_config")
 
 
-def _read_config(config: "GenerationConfig", given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a generation config sets, overridden by those `given`.
-
-    As in transformers, the config's temperature and the like hold only where tokens are drawn.
-    """
-    fields = config.to_diff_dict()
-    if not (fields | given).get("do_sample"):
-        fields = {name: value for name, value in fields.items() if name not in _DRAWING}
-    for name in [name for name in fields if name not in _CONFIGURED]:
-        value = fields.pop(name)
-        if name.startswith(_MEANINGLESS):
-            continue
-        if isinstance(value, Tensor) or (value and not (value == 1 and name in _ONES)):
+def _configure(config: GenerationConfig | None, arguments: dict[str, Any]) -> GenerationConfig:
+    """Return the config with the arguments that are given; refuse what differs from its default and is not done here."""
+    config = copy.deepcopy(config) if config else GenerationConfig()
+    for name in ("eos_token_id", "pad_token_id"):
+        token_ids(arguments.get(name), name)  # in transformers a wrong one is a TypeError without a name
+    if unknown := config.update(**{name: value for name, value in arguments.items() if value is not None}):
+        raise TypeError(f"generate() got an unexpected keyword argument {next(iter(unknown))!r}")
+    defaults = config._get_default_generation_params()
+    for name, value in config.to_diff_dict().items():
+        if name not in SUPPORTED + IGNORED and (isinstance(value, Tensor) or value != defaults.get(name)):
             raise ValueError(
-                f"generation_config sets {name} to {value!r}, which is not done here: leave it out; this reads "
-                f"{', '.join(_CONFIGURED)}"
+                f"{name} is {value!r}, which is not done here: leave it out; fields of a generation config that are "
+                f"done: {', '.join(SUPPORTED)}"
             )
-    return fields | given
+    return config
 
 
 def _check_tokens(input_ids: Tensor) -> None:
@@ -263,14 +237,11 @@ def _limit(new: int | None, total: int | None, length: int) -> int:
     return new if new is not None else NEW_TOKENS if total is None else total - length
 
 
-def _sampling(do_sample: bool, repetition_penalty: float, **options: Any) -> Sampling:
-    """Return how tokens are drawn, with transformers' defaults; one that has no effect without drawing is refused."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if not do_sample and given:
-        name, value = next(iter(given.items()))
-        raise ValueError(f"{name} is {value}, which has no effect without do_sample=True")
-    usual = {"temperature": 1.0, "top_k": 50} if do_sample else {}
-    return Sampling(**(usual | given), repetition_penalty=repetition_penalty)
+def _sampling(config: GenerationConfig) -> Sampling:
+    """Return how tokens are chosen; what has no effect without drawing has none here either."""
+    usual = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0} if config.do_sample else {}
+    given = {name: getattr(config, name) for name in (*usual, "repetition_penalty")}
+    return Sampling(**usual | {name: value for name, value in given.items() if value is not None})
 
 
 def _unpadded(tokens: Tensor, mask: Tensor | None, pad: int | None) -> list[list[int]]:

@@ -198,16 +198,17 @@ def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target
 
 TWO = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
 BAD = [
-    ({"temperature": 0.5}, "temperature is 0.5, which has no effect without do_sample=True"),
-    ({"num_return_sequences": 2}, "num_return_sequences is 2; it must be 1, or more with do_sample=True"),
+    ({"num_return_sequences": 2}, "do not support `num_return_sequences` different than 1"),
+    ({"token_type_ids": torch.ones(2, 3)}, "unexpected keyword argument 'token_type_ids'"),
+    ({"min_new_tokens": 4}, "min_new_tokens is 4, which is not done here: leave it out; .* max_new_tokens"),
     ({"seed": 1, "generator": torch.Generator()}, "seed and generator are both given"),
     ({"max_length": 3}, "max_length is 3 and the prompt has 3 tokens"),
     ({"streamer": TextStreamer(None)}, "streamer is for one prompt, and input_ids has 2"),
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "row 1 has 0 between real tokens"),
     ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "row 0 is all 0"),
-    ({"generation_config": GenerationConfig(stop_strings=["x"])}, r"sets stop_strings to \['x'\], which"),
-    ({"generation_config": GenerationConfig(guidance_scale=1.5)}, "sets guidance_scale to 1.5, which"),
+    ({"generation_config": GenerationConfig(stop_strings=["x"])}, r"stop_strings is \['x'\], which"),
+    ({"generation_config": GenerationConfig(guidance_scale=1.5)}, "guidance_scale is 1.5, which"),
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"input_ids is \(1, 0\) of .*it must be \(B, T\) token ids"),
     ({"input_ids": "Why?"}, "input_ids is a str; give token ids"),
 ]
@@ -220,8 +221,7 @@ def test_bad_arguments_are_refused_by_name(model, arguments, words):
 
 
 GIVEN = {"max_new_tokens": 7, "eos_token_id": 1, "pad_token_id": 2}
-# What configs on the hub say that asks for nothing.
-NEUTRAL = {"typical_p": 1.0, "num_beams": 1, "suppress_tokens": [], "cache_implementation": "dynamic"}
+NEUTRAL = {"typical_p": 1.0, "num_beams": 1, "bos_token_id": 0, "cache_implementation": "dynamic"}  # asks for nothing
 
 
 def test_a_generation_config_gives_what_is_not_said(model, reference, one):

@@ -37,7 +37,7 @@ LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 LIGHTNING = ("features.datamodule", "training", "evaluation.probe")
 LIBRARIES = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric"), LIGHTNING),
-    "transformers": ("target", "interop"),
+    "transformers": ("target", "interop", "api"),
     "vllm": ("serving",),
 }
 
