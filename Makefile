@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: setup  ## train HASS and PosS-2 from random weights, benchmark all drafts, write runs/demo/report.html
-	$(BIN)/poss demo
+	$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup  ## test every law with a small case, on all cores: 5 to 11 minutes on two
 	$(TESTS)

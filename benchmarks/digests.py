@@ -13,13 +13,13 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from poss_lightning.demo import CORPUS
 from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import ANSWER_KEY, PLAIN, read_answers, read_rounds
 from poss_lightning.extract import extract
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.shipped import CORPUS
 from poss_lightning.training.fit import fit_once
 
 MODEL = {"allocation": [2, 2, 2], "start_from": "embedded-hass", "vocabulary_size": 32768, "learning_rate": 5.0e-4}

@@ -203,7 +203,7 @@ IGNORED = ("transformers_version", "bos_token_id", "cache_implementation", "_fro
 
 
 def _configure(config: GenerationConfig | None, arguments: dict[str, Any]) -> GenerationConfig:
-    """Return the config with the arguments that are given; refuse what differs from its default and is not done here."""
+    """Return the config with the given arguments; refuse what differs from its default and is not done here."""
     config = copy.deepcopy(config) if config else GenerationConfig()
     for name in ("eos_token_id", "pad_token_id"):
         token_ids(arguments.get(name), name)  # in transformers a wrong one is a TypeError without a name

@@ -34,7 +34,6 @@ TOOLS = {
     "doctor": ("poss_lightning.doctor.command", "why a draft accepts less than it should, and what to change"),
     "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
     "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
-    "demo": ("poss_lightning.demo", "end-to-end demo on the bundled SmolLM2-135M"),
 }
 
 

@@ -1,9 +1,13 @@
 """What comes with the package: `poss list` shows it, and prints a config to edit."""
 
+from importlib.resources import files
+
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, SHIPPED, shipped
 from poss_lightning.evaluation.suites import HUB, KNOWN, own_suites, read_suites
 from poss_lightning.files import conf, conf_names
+
+CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"  # written by the embedded target
 
 
 def list(name: str | None = None) -> None:

@@ -18,7 +18,6 @@ WRITERS = {  # arguments before the name of the output, and after
     "replay": (("{inputs}/store",), ("--drafts.d", "{inputs}/draft", "--dtype", "float32")),
     "compare": (("{inputs}/suite.jsonl", "--html"), ()),
     "doctor": (("{inputs}/draft", "--out"), TINY),
-    "demo": (("--out",), TINY),
 }
 
 
@@ -64,7 +63,6 @@ REFUSED = {  # what each command checks last, when it has loaded everything
     "replay": ("--drafts.d", "{inputs}/draft", "--dtype", "float32", "--depth", "7", "--nodes", "7"),
     "compare": (),
     "doctor": (*TINY, "--store", "{inputs}/nowhere"),
-    "demo": (*TINY, "--trained", "{inputs}/draft-of-another"),
 }
 
 

@@ -1,25 +1,19 @@
-"""`poss demo` on the embedded target, as small as possible: extraction, training, benchmark and report in one."""
+"""The demo on the embedded target, as small as possible: extraction, training, benchmark and report in one."""
 
 import pytest
 
-from poss_lightning.demo import demo
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.reports.summary import split_methods
 from tests.support.talks import shortened
+from tests.test_demo import demo  # noqa: F401 a fixture
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 
-def test_the_demo_runs_and_is_exact_in_float32(device, tmp_path, monkeypatch):
+def test_the_demo_runs(demo, device, tmp_path, monkeypatch):  # noqa: F811
     """With graphs, `tree: auto` and the device's own dtype; on a GPU in bf16-mixed, through FlexAttention."""
-    monkeypatch.setattr("poss_lightning.demo.CORPUS", shortened(tmp_path / "short.jsonl"))
-    folder = tmp_path / "demo"
-    monkeypatch.setattr("poss_lightning.demo.STEPS", 4)
-    monkeypatch.setattr("poss_lightning.demo.TOKENS", 4 if device.type == "cpu" else 64)
-    demo(str(folder), device=str(device))
-    assert (folder / "report.html").is_file()
-    rounded = (folder / "exact").exists()  # in bfloat16 the demo decodes some answers again, in float32
-    methods = split_methods(read_rounds(folder / ("exact" if rounded else "benchmark")))
-    plain = methods.pop("plain")
-    assert len(methods) == (3 if rounded else 7)
-    assert all((answers["answer"] == plain["answer"]).all() for answers in methods.values())
+    monkeypatch.setattr(demo, "CORPUS", shortened(tmp_path / "short.jsonl.gz"))
+    monkeypatch.setattr(demo, "STEPS", 20)
+    monkeypatch.setattr(demo, "TOKENS", 4 if device.type == "cpu" else 64)
+    demo.main(["--out", str(tmp_path / "demo"), "--minutes", "0.1"])
+    assert (tmp_path / "demo" / "report.html").is_file()
+    assert read_rounds(tmp_path / "demo" / "benchmark")["method"].nunique() == 8

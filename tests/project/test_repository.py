@@ -28,7 +28,7 @@ LEVELS = {
     5: {"training", "decoding", "interop"},
     6: {"api", "evaluation", "serving"},
     7: {"reports", "extract", "synthesize", "shipped"},
-    8: {"demo", "doctor", "sweep"},
+    8: {"doctor", "sweep"},
     9: {"cli"},
 }
 LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}

@@ -10,11 +10,11 @@ from safetensors.torch import save
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
-from poss_lightning.demo import CORPUS
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import EngineReader, final_norm
+from poss_lightning.shipped import CORPUS
 from poss_lightning.target.model import Target
 from tests.support.engines import NaiveEngine
 from tests.support.families import FAMILIES, SIZE

@@ -7,11 +7,11 @@ pytest.importorskip("vllm")
 import torch
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.demo import CORPUS
 from poss_lightning.features.shards import Reader
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import vllm_reader
+from poss_lightning.shipped import CORPUS
 from poss_lightning.target.model import Target
 
 pytestmark = pytest.mark.vllm

@@ -111,7 +111,6 @@ ALWAYS = {  # without which a command may take minutes, or print pages
     "convert": {"output_format": "poss"},
     "extract": {"batch_tokens": "64"},
     "replay": {"drafts.d": "{inputs}/draft"},
-    "demo": {"minutes": "nan"},  # refused, as a demo takes minutes
 }
 SHORT = ("--trainer.accelerator=cpu", "--trainer.precision=32-true", "--trainer.max_steps=1", "--trainer.logger=false")
 FIT = (*SHORT, "--trainer.limit_val_batches=0", "--trainer.callbacks=null", "--trainer.enable_checkpointing=false")

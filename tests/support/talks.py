@@ -1,10 +1,11 @@
 """Short talks, sizes of a store of them, and the options of an EAGLE-3 and of a block draft."""
 
+import gzip
 import json
 from pathlib import Path
 
 from poss_lightning.corpus.readers import Conversation, read_conversations
-from poss_lightning.demo import CORPUS
+from poss_lightning.shipped import CORPUS
 
 WORDS = ["the sky is blue", "why is it so", "tell me a story", "water flows down", "a cat sat here", "count to ten"]
 SIZES = {"max_length": 128, "batch_tokens": 1024, "shard_bytes": 2**20}
@@ -22,8 +23,8 @@ def talks() -> list[Conversation]:
 
 
 def shortened(path: Path) -> Path:
-    """The shipped corpus with the beginnings of its texts: the tiny tokenizer makes a token of nearly every letter."""
+    """Write the beginnings of the shipped corpus's texts: the tiny tokenizer makes a token of nearly every letter."""
     talks = read_conversations(str(CORPUS), limit=60)
     short = [[message | {"content": message["content"][:100]} for message in talk.messages] for talk in talks]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in short))
+    path.write_bytes(gzip.compress("".join(json.dumps({"messages": each}) + "\n" for each in short).encode()))
     return path
