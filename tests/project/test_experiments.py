@@ -3,10 +3,12 @@
 import json
 import lzma
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 
@@ -60,6 +62,31 @@ def test_the_shipped_drafts_are_those_of_the_published_figures(name):
     (run,) = read_runs(read_rounds(EXPERIMENTS / "shipped" / "eval" / f"choice={method}")).values()
     draft = load_draft(name).to(torch.bfloat16)
     assert describe_draft(draft)["weights"] == run["methods"][method]["weights"]
+
+
+def test_a_gguf_file_is_rounded_to_bfloat16_and_keeps_its_metadata(tmp_path):
+    """What llama.cpp reads has the weights of our copy of the target."""
+    source, rounded = tmp_path / "source.gguf", tmp_path / "rounded.gguf"
+    matrix, norm = (torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in ((4, 64), (64,)))
+    packed = gguf.quants.quantize(matrix.numpy(), gguf.GGMLQuantizationType.Q4_1)
+    writer = gguf.GGUFWriter(source, "llama")
+    writer.add_token_list(["a", "b"])
+    writer.add_rope_freq_base(1e5)
+    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
+    writer.add_tensor("blk.0.attn_norm.weight", norm.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    runpy.run_path(str(EXPERIMENTS / "speed" / "others.py"))["write_bfloat16"](source, rounded)
+
+    before, after = gguf.GGUFReader(source), gguf.GGUFReader(rounded)
+    for name in ("tokenizer.ggml.tokens", "llama.rope.freq_base", "general.architecture"):
+        assert after.fields[name].contents() == before.fields[name].contents()
+    for old, new in zip(before.tensors, after.tensors, strict=True):
+        plain, found = (gguf.quants.dequantize(tensor.data.copy(), tensor.tensor_type) for tensor in (old, new))
+        assert (torch.from_numpy(found) == torch.from_numpy(plain).bfloat16().float()).all()
+    assert [tensor.tensor_type.name for tensor in after.tensors] == ["BF16", "F32"]
 
 
 @pytest.mark.nightly
