@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 
 import pytest
@@ -34,8 +35,8 @@ from tests.support.tiny import tiny_draft, tiny_target
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 
-CALLBACK = {"class_path": "poss_lightning.training.callbacks.DraftFolders"}
-TRAINER = writers.TRAINER | {"max_steps": 2, "devices": 1, "callbacks": [CALLBACK], "enable_model_summary": False}
+CALLBACKS = [{"class_path": f"poss_lightning.training.callbacks.{name}"} for name in ("DraftFolders", "LastCheckpoint")]
+TRAINER = writers.TRAINER | {"max_steps": 2, "devices": 1, "callbacks": CALLBACKS, "enable_model_summary": False}
 ONE = {"one": {"model": {"allocation": [2]}}}
 
 
@@ -371,13 +372,44 @@ def test_a_training_on_several_devices_is_a_process_of_its_own(experiment, tmp_p
     assert not (tmp_path / "choice=one/seed=0/finished").exists()
 
 
-def train_apart(folder: Path, script: str, **options) -> subprocess.Popen:
-    """A process that trains apart, by a Python that is this script of a shell."""
-    python = folder / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=str)
+def test_a_signal_to_a_sweep_reaches_its_training_which_saves(tmp_path, monkeypatch, number):
+    """Sent to the sweep alone; then the sweep ends, too."""
+    python, began, saved = (tmp_path / name for name in ("python", "began", "saved"))
+    trap = f"trap 'sleep 0.2; touch {saved}; exit 1' TERM INT HUP"
+    python.write_text(f"#!/bin/sh\n{trap}\ntouch {began}\nwhile true; do sleep 0.1; done\n")
     python.chmod(0o755)
-    code = f"import sys; from poss_lightning.training import fit; sys.executable = '{python}'; fit._fit_apart([])"
-    return subprocess.Popen([sys.executable, "-c", code], **options)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    def send() -> None:
+        wait_until(began.exists)
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(number, signal.default_int_handler)  # jobs in the background ignore SIGINT
+    threading.Thread(target=send).start()
+    try:
+        with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+            training._fit_apart([])
+        assert saved.exists() and signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.nightly
+def test_a_sweep_of_two_processes_that_a_signal_stopped_resumes_by_the_same_command(experiment, tmp_path, stores):
+    steps = {"max_steps": 40, "max_epochs": -1, "val_check_interval": 40, "log_every_n_steps": 1}
+    experiment(fit=fit_on(stores / "all", devices=2, enable_progress_bar=True, **steps), choices=ONE)
+    command = [Path(sys.executable).parent / "poss", "sweep", "."]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "step 2 of" in line:
+                process.terminate()
+        assert process.wait() == 128 + signal.SIGTERM, said
+    assert any("stopped at step" in line for line in said) and [*tmp_path.rglob("last.ckpt")], said
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert [*tmp_path.rglob("finished")] and not [*tmp_path.rglob("last.ckpt")]
 
 
 def wait_until(condition) -> None:
@@ -385,15 +417,3 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
-
-
-@pytest.mark.nightly
-def test_ctrl_c_of_a_sweep_waits_for_a_training_apart(tmp_path):
-    """The terminal interrupts both; the training writes its checkpoint after the step."""
-    began, saved = tmp_path / "began", tmp_path / "saved"
-    script = f"trap 'sleep 1; touch {saved}; exit 130' INT; touch {began}; while true; do sleep 0.1; done"
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background do not
-    parent = train_apart(tmp_path, script, start_new_session=True, preexec_fn=listens, stderr=subprocess.DEVNULL)
-    wait_until(began.exists)
-    os.killpg(parent.pid, signal.SIGINT)
-    assert parent.wait() and saved.exists()

@@ -144,7 +144,6 @@ def _outlive_signals(worker: int) -> None:
 
     The training handles Ctrl-C and ends its loaders itself. SIGTERM ends them late: the step may still take a while.
     """
-    signal.set_wakeup_fd(-1)  # the training's, which would take this process's signals for its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 

@@ -127,9 +127,10 @@ class StepBar(TQDMProgressBar):
 class LastCheckpoint(Checkpoint):
     """Writes `checkpoints/last.ckpt`, to resume from, every so many steps, after each validation and at the end.
 
-    On Ctrl-C, SIGTERM, or SLURM's SIGUSR1, to one process or to all, every process finishes its step, or its batch of a
-    validation, which the resumed training repeats from its beginning. Then they write the checkpoint and end. Only the
-    validation after the last step is finished first. A second signal ends them at once, without a checkpoint.
+    After Ctrl-C, SIGTERM, SIGHUP, or SLURM's SIGUSR1, to any process, all write the checkpoint and end: one process
+    after its step, several after the next step that is logged, where they wait for each other in any case; or after a
+    batch of a validation, which the resumed training repeats as a whole. The validation after the last step is finished
+    first. A second signal ends a process at once, without a checkpoint.
 
     Args:
         every_n_train_steps: optimizer steps between checkpoints, the most that a killed process loses. None is for
@@ -137,73 +138,61 @@ class LastCheckpoint(Checkpoint):
     """
 
     stop: Stop  # of the training that runs
+    step: int  # the last that was seen
 
     @check_numbers
     def __init__(self, every_n_train_steps: Count | None = None):
         self.every: int = every_n_train_steps or 0
-        self.repeats = False  # whether a resumed training repeats the validation
 
     def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
-        """Replace Lightning's handlers, which broadcast within a step, and its broadcast before every batch."""
-        trainer._signal_connector.register_signal_handlers = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it would wait for the device
+        # Lightning's own agreement between processes, for which each batch would wait for the device.
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         check_trainer_folder(trainer)
         on_gpu = trainer.strategy.root_device.type == "cuda"
         self.every = self.every or (GPU_CHECKPOINT_STEPS if on_gpu else CHECKPOINT_STEPS)
-        self.stop = Stop(trainer)
+        self.stop, self.step = Stop(trainer), trainer.global_step
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args) -> None:
-        """Save and stop, unless a validation follows, which a killed training must repeat, or the last checkpoint."""
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        """Save or stop after a step, unless a validation follows, which a killed training must repeat."""
+        if trainer.global_step == self.step:  # the batch is accumulated
             return
-        ends, due = _is_last_step(trainer), trainer.global_step % self.every == 0
-        if saves := due and not ends and not _validates(trainer):
+        self.step = trainer.global_step
+        due, asks = self.step % self.every == 0, trainer.world_size == 1 or self.step % _log_steps(trainer) == 0
+        if not (due or asks) or _is_last_step(trainer) or _validates(trainer):
+            return
+        stops = asks and self.stop.is_agreed()
+        if due or stops:
             self._save(trainer)
-        if self.stop.here() and not ends and not _validates(trainer):
-            self._end(trainer, saved=saves)
-
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.on_validation_batch_end(trainer)
+        if stops:
+            self._end(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *args, **kwargs) -> None:
-        if trainer.state.fn == "fit" and trainer.global_step > 0 and self.stop.here() and not _is_last_step(trainer):
-            self.repeats = True
+        if _is_in_training(trainer) and not _is_last_step(trainer) and self.stop.is_agreed():
+            self._save(trainer)
             self._end(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        if trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last_step(trainer):
+        if _is_in_training(trainer) and not _is_last_step(trainer):
             self._save(trainer)
-            if self.stop.here():
-                self._end(trainer, saved=True)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.stop.arrived.set()
         self._save(trainer)
         self.stop.close()
-        if self.stop.asked.is_set():  # else a sweep would start its next training
+        if self.stop.is_agreed():  # else a sweep would start its next training
             raise self.stop.interrupt()
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, exception: BaseException) -> None:
+        """Handle signals as before; after Ctrl-C, too, as Lightning then lets the process ignore the next one."""
         if hasattr(self, "stop"):
             self.stop.close()
-
-    def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, checkpoint: dict) -> None:
-        """Let the validation's progress be that of its first batch, from which Lightning repeats it as a whole."""
-        if self.repeats:
-            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.val_loop.batch_progress"]
-            done = progress["total"]["completed"] - progress["current"]["completed"]
-            progress["total"].update(ready=done + 1, started=done + 1, processed=done, completed=done)
-            progress["current"].update(ready=1, started=1, processed=0, completed=0)
 
     def _save(self, trainer: lightning.Trainer) -> None:
         if not trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             trainer.save_checkpoint(folder_of(trainer) / LAST)
 
-    def _end(self, trainer: lightning.Trainer, saved: bool = False) -> None:
-        if not saved:
-            self._save(trainer)
+    def _end(self, trainer: lightning.Trainer) -> None:
         last = folder_of(trainer) / LAST
         if trainer.is_global_zero:
             logger.info("stopped at step %d: --ckpt_path %s resumes", trainer.global_step, last)
@@ -219,9 +208,18 @@ def _validates(trainer: lightning.Trainer) -> bool:
     return trainer.strategy.reduce_boolean_decision(follows, all=False)
 
 
+def _is_in_training(trainer: lightning.Trainer) -> bool:
+    """Return whether a validation is one of a training, after its first step."""
+    return trainer.state.fn == "fit" and trainer.global_step > 0
+
+
 def _is_last_step(trainer: lightning.Trainer) -> bool:
     """Return whether the training ends after this step, and writes its last checkpoint."""
     return trainer.global_step in (trainer.max_steps, trainer.estimated_stepping_batches)
+
+
+def _log_steps(trainer: lightning.Trainer) -> int:
+    return trainer.log_every_n_steps or CHECKPOINT_STEPS  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Throughput(lightning.Callback):

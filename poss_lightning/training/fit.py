@@ -30,6 +30,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
 from poss_lightning.training.run_folder import CHECKPOINTS, FINISHED, LAST, clear, has_outputs, only_training
+from poss_lightning.training.stopping import forwarded_signals
 
 OPTIONS = "fit.yaml"
 
@@ -125,10 +126,7 @@ def _fit_apart(arguments: list[str]) -> None:
     safe = os.environ | {"PYTHONSAFEPATH": "1"}  # -P for the processes it starts: no modules of the current folder
     safe.pop("SLURM_NTASKS", None)  # else Lightning takes the sweep's tasks for this training's processes
     training = Popen(command, env=safe)
-    try:
+    with forwarded_signals(training):
         code = training.wait()
-    except KeyboardInterrupt:  # the terminal signals both processes, and the training ends after its step
-        training.wait()
-        raise
     if code:
         raise ValueError(f"the training ended with exit code {code}; it says above why")

@@ -35,8 +35,7 @@ from poss_lightning.training.start import (
     check_same_draft,
     check_same_optimizer,
     continue_schedule,
-    epoch_steps,
-    restore_schedule,
+    restore_progress,
 )
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, slot_counts, unrolled_losses
@@ -267,7 +266,6 @@ class SpecialistTraining(lightning.LightningModule):
         self.guard.check()
         checkpoint["draft"] = self.draft.config.to_json()
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
-        checkpoint["epoch_steps"] = epoch_steps(self.trainer)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         check_same_draft(checkpoint, self.draft.config)
@@ -275,7 +273,7 @@ class SpecialistTraining(lightning.LightningModule):
         if self._trainer is not None and self.trainer.state.fn == "fit":
             check_same_optimizer(checkpoint, self.hparams)
             restore_fused(checkpoint, self.trainer)
-            restore_schedule(self.trainer, checkpoint)
+            restore_progress(self.trainer, checkpoint)
 
     # --- shared by training and validation ---
 

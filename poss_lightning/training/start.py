@@ -5,7 +5,6 @@ It resumes within the epoch where the checkpoint stopped, on any number of proce
 
 from collections.abc import Mapping
 from dataclasses import fields
-from math import inf
 from typing import Any
 
 import lightning
@@ -83,36 +82,63 @@ def begin_draft(
 # --- resuming ---
 
 
-def restore_schedule(trainer: lightning.Trainer, checkpoint: dict) -> None:
-    """Set the schedule of a running fit to where `checkpoint` stopped, and its loops and learning rate accordingly.
+def restore_progress(trainer: lightning.Trainer, checkpoint: dict) -> None:
+    """Restore schedule, loops and learning rate of a running fit where `checkpoint` stopped.
 
-    This changes `checkpoint`, from which Lightning restores the loops next. Lightning cannot restore the loader: its
-    length has been read by then, for the schedule of the learning rate.
+    Lightning counts the batches of a process in an epoch, of which there are others with other numbers of processes or
+    accumulated batches. So its counters follow the schedule, which knows how many of the epoch's batches are done.
     """
-    if not isinstance(data := getattr(trainer, "datamodule", None), FeatureData):
+    saved, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop
+    (state,) = saved["state_dict"].get("combined_loader") or [None]
+    if state is None or not isinstance(data := getattr(trainer, "datamodule", None), FeatureData):
         return
-    loop = checkpoint["loops"]["fit_loop"]
-    (state,) = loop["state_dict"].get("combined_loader") or [None]
-    if state is None:
-        return
-    schedule = data.training_schedule()
-    schedule.load_state_dict(state)
+    (schedule := data.training_schedule()).load_state_dict(state)
     if state["share"] != schedule.step_batches:
         rank_zero_warn(
             f"the run continues with {schedule.step_batches} batches a step (processes x accumulated) where it had "
             f"{state['share']}: each sample of the epoch is still shown once, but in other steps"
         )
-    if 0 < state["done"] < state["total"]:
-        progress = loop["epoch_loop.batch_progress"]["current"]
-        taken, running = len(schedule) - schedule.remaining(), progress["ready"] - progress["completed"]
-        progress.update(ready=taken, started=taken, processed=taken, completed=taken - running)
-        if taken < trainer.num_training_batches:  # Lightning counts an epoch that a stop cut short as processed
-            for epochs in loop["epoch_progress"].values():
-                epochs["processed"] = epochs["completed"] = epochs["started"] - 1
+    if trainer.train_dataloader is None:
+        loop.setup_data()
+    batches = int(trainer.num_training_batches)  # of this process in an epoch
+    epoch, done = state["epoch"], min(len(schedule) - schedule.remaining(), batches)
+    if done == 0:  # where the epoch before has ended
+        epoch, done = epoch - 1, batches
+    del checkpoint["loops"]  # which Lightning would load next
+    if epoch < 0:
+        return
+    loop.load_state_dict(saved)
+    _count_batches(loop.epoch_loop, done, is_last=done == batches)
+    for epochs in (loop.epoch_progress.total, loop.epoch_progress.current):
+        epochs.ready = epochs.started = epoch + 1
+        epochs.processed = epochs.completed = epoch
+    loop.restarting = True  # which loading sets by the counters of the checkpoint
     if trainer.estimated_stepping_batches != trainer.max_steps:  # epochs end it, whose number of steps may have changed
-        learning_rate, steps = checkpoint["lr_schedulers"][0], epoch_steps(trainer)
-        before = checkpoint["epoch_steps"] or steps
-        learning_rate["last_epoch"] = round(learning_rate["last_epoch"] * steps / before)
+        steps = (epoch * batches + done) // trainer.accumulate_grad_batches
+        checkpoint["lr_schedulers"][0]["last_epoch"] = steps
+
+
+def _count_batches(loop: Any, done: int, is_last: bool) -> None:
+    """Let Lightning's loop over an epoch resume after `done` batches, or in the validation that follows them.
+
+    It then stands where a checkpoint is saved at the end of a batch; or in the first batch of a validation that was cut
+    short, which is repeated as a whole.
+    """
+    batches, validation = loop.batch_progress, loop.val_loop.batch_progress
+    repeats = validation.current.ready > validation.current.completed
+    batches.is_last_batch = is_last
+    batches.total.ready += done - batches.current.ready
+    batches.current.ready = done
+    for counted in (batches.total, batches.current):
+        counted.started = counted.processed = counted.ready
+        counted.completed = counted.ready - (not repeats)
+    if repeats:
+        validation.total.completed -= validation.current.completed
+        validation.current.completed = 0
+        for counted in (validation.total, validation.current):
+            counted.processed = counted.completed
+            counted.ready = counted.started = counted.completed + 1
+    loop.on_load_checkpoint({"_batches_that_stepped": loop.global_step - 1})
 
 
 def check_same_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None:
@@ -156,9 +182,3 @@ def continue_schedule(trainer: lightning.Trainer, maximum: float) -> None:
                 f"the schedule of the learning rate continues at step {step} of {trainer.estimated_stepping_batches}: "
                 f"the rate is {schedule._last_lr[0]:.3g} from here, it was {before[0]:.3g}"
             )
-
-
-def epoch_steps(trainer: lightning.Trainer) -> int:
-    """Return optimizer steps of an epoch; 0 before there are data, as when `Tuner.lr_find` writes its checkpoint."""
-    batches = trainer.num_training_batches
-    return 0 if batches == inf else -(-int(batches) // trainer.accumulate_grad_batches)

@@ -1,12 +1,19 @@
 """A training that was killed and resumed ends with the weights of one that was not."""
 
 import json
+import shutil
 
+import lightning
 import pytest
-from lightning.pytorch.callbacks import LambdaCallback
+import torch
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint
+from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.run_folder import folder_of
 from tests.support.processes import forked
+from tests.support.ranks import QUIET
 from tests.support.resuming import LAST, Kill, Killed, Left, fit, same_weights
 from tests.support.stores import contents
 from tests.support.tiny import tiny_target
@@ -88,6 +95,68 @@ def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumu
         fit(store, folder, watch, callbacks=callbacks, **options, **ends)
         _, other, rest = fit(store, folder, resume=LAST, **options)
         assert watch.seen + rest == seen and other.global_step == trainer.global_step
+
+
+class Idle(SpecialistTraining):
+    """Is shown batches, and learns nothing from them."""
+
+    def training_step(self, batch, batch_idx=0):
+        return 0 * self.draft.fc.weight.sum()
+
+
+class EpochEnds(ModelCheckpoint):
+    """Of a class of its own, as Lightning keeps the state of one callback of a class."""
+
+
+class Kept(LastCheckpoint):
+    """Keeps each checkpoint that it writes."""
+
+    def _save(self, trainer):
+        super()._save(trainer)
+        shutil.copy(folder_of(trainer) / LAST, folder_of(trainer) / f"last-{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "validated"),
+    [(1, 2, 0), (2, 1, 1), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((2, 3, 0), (3, 1, 1)))],
+)
+def test_from_every_checkpoint_every_epoch_shows_each_conversation_once(store, tmp_path, before, after, validated):
+    """With other numbers of accumulated batches, whoever saved the checkpoint, and at an epoch's border, too."""
+
+    def run(folder, accumulate, *savers, resume=None):
+        torch.manual_seed(0)
+        seen: list[tuple[int, int, list[str]]] = []  # epoch, step and conversations of each batch
+        see = LambdaCallback(
+            on_train_batch_start=lambda trainer, module, batch, _: seen.append(
+                (trainer.current_epoch, trainer.global_step, batch.ids if batch.counts.any() else [])
+            )
+        )
+        options = {"accumulate_grad_batches": accumulate, "limit_val_batches": validated, "num_sanity_val_steps": 0}
+        trainer = lightning.Trainer(
+            max_epochs=2, callbacks=[see, *savers], default_root_dir=folder, accelerator="cpu", **options | QUIET
+        )
+        data = FeatureData(store, batch_tokens=256, validation=0.2)
+        trainer.fit(Idle(store, allocation=[1]), data, ckpt_path=resume)
+        return seen, trainer
+
+    by_step = {"save_top_k": -1, "every_n_train_steps": 1, "save_on_train_epoch_end": False}
+    savers = [
+        Kept(1),
+        ModelCheckpoint(tmp_path / "steps", **by_step),
+        EpochEnds(tmp_path / "epochs", save_top_k=-1, save_on_train_epoch_end=True),
+    ]
+    whole, _ = run(tmp_path, before, *savers)
+    border = max(step for epoch, step, _ in whole if epoch == 0) + 1
+    files = [file for file in tmp_path.rglob("*.ckpt") if file.name != "last.ckpt"]
+    assert len(files) > 2 * border
+    for file in files:
+        step = torch.load(file, weights_only=True)["global_step"]
+        rest, trainer = run(tmp_path / "again", after, resume=file)
+        shown = [batch for batch in whole if batch[1] < step] + rest
+        first, second = ([name for e, _, ids in shown if e == epoch for name in ids] for epoch in range(2))
+        assert sorted(first) == sorted(second) == sorted(set(first)), (file.name, step, border)
+        steps = trainer.lr_scheduler_configs[0].scheduler.last_epoch
+        assert steps == trainer.estimated_stepping_batches, (file.name, step)  # where the rate is 0
 
 
 @pytest.mark.parametrize("callback", [LastCheckpoint, DraftFolders])
