@@ -13,7 +13,7 @@ from zlib import crc32
 import numpy as np
 from tqdm import tqdm
 
-from poss_lightning.doctor.files import ForeignDraft, facts, load
+from poss_lightning.doctor.files import facts, load
 from poss_lightning.doctor.measure import (
     Counts,
     blind,
@@ -32,6 +32,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import check_folder, check_new, sha256
 from poss_lightning.interop.checkpoints import write_folder
 from poss_lightning.interop.layouts import check_expressible, find_layout
+from poss_lightning.interop.problems import ForeignDraft
 from poss_lightning.interop.settings import publish
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
 from poss_lightning.reports.statistics import LEVEL, Comparison, interval, mean_over

@@ -1,57 +1,19 @@
 """A draft's files as they are: the reading that `poss convert` would take, and what they say beside the target."""
 
-from copy import deepcopy
 from dataclasses import replace
 from math import isclose
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from poss_lightning.doctor.readings import Reading
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.convert import parse_published, read_published
-from poss_lightning.interop.layouts import EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, find_layout, refuse
+from poss_lightning.interop.layouts import find_layout, refuse
+from poss_lightning.interop.problems import ForeignDraft
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.model import Target
 
-SIZES = "hidden_size", "vocab_size", "num_target_layers"  # those of a draft are its target's
-HEADS = "num_attention_heads", "num_key_value_heads"  # so are those of ours
-LAYERS = settings.LAYER_IDS, "target_layer_ids"  # keys that number the target's layers
-SWITCH_OF = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc"}  # by the tensor that needs it
 Said = dict[str, Any]
-Tensors = dict[str, Tensor]
-
-
-class ForeignDraft(ValueError):
-    """A draft whose sizes are of a different target."""
-
-
-def _repair(name: str, said: Said, own: Tensors, target: Target) -> str | None:
-    """Change what `poss convert` refuses, a key or a tensor by its name, and say how it is read; None if unknown."""
-    if name == TO_TARGET and own.keys() & {TO_TARGET, TO_DRAFT}:
-        is_lost = name not in own
-        ids = own[TO_DRAFT].nonzero()[:, 0] if is_lost else own[name].long().flatten()
-        own[name] = ids - torch.arange(len(ids))
-        return f"ids are those of {TO_DRAFT}" if is_lost else "read as ids"
-    if name in own and name in SWITCH_OF:
-        said["eagle_config"] = settings.mapping(said, "eagle_config") | {SWITCH_OF[name]: True}
-        return f"read with {SWITCH_OF[name]}"
-    if own.pop(name, None) is not None:
-        return "ignored"
-    found, names = [], {"rope_scaling": ("rope_type", "type"), "it": LAYERS}.get(name, (name,))  # "it fuses layers …"
-    for level in (said, *(value for value in said.values() if isinstance(value, dict))):
-        for key in level.keys() & {*names}:
-            ids, level[key] = level[key], None
-            if name == "it":
-                level[key] = sorted(ids or [])
-            elif key in LAYERS and isinstance(ids, list) and all(type(i) is int for i in ids):
-                first = int(key == settings.LAYER_IDS and level is said)  # from 0 for from 1, or the other way
-                inside = {*range(first, target.spec.layers - 1 + first)}
-                level[key] = next((each for n in (-1, 1) if inside.issuperset(each := [i + n for i in ids])), None)
-            found.append(f"read as {level[key]}" if level[key] else "ignored")
-    return found[0] if found else None
 
 
 def load(source: str, input_format: str, allocation: list[int] | None, target: Target) -> tuple[Reading, Said]:
@@ -63,27 +25,25 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
         ForeignDraft: its sizes are of a different target.
         ValueError: one of `poss convert`'s.
     """
-    refused, frozen = [], {}
+    refused, frozen = list[str](), {}
     if input_format == "ours":
         refuse((allocation is not None, f"allocation is {allocation}; a draft of ours states its own: leave it out"))
         draft = load_draft(source)
         config, state = draft.config, draft.state_dict()
         said = settings.publish(config, find_layout("vllm", config), state, target.embed_head.tied)
-        _check_sizes(said | {SIZES[-1]: config.target.layers}, target, *HEADS)
+        for key, field in settings.SIZES.items():
+            if key != "head_dim" and (value := getattr(config.target, field)) != getattr(target.spec, field):
+                raise ForeignDraft(f"{key} is {value}, and {target.spec.name} has {getattr(target.spec, field)}")
     else:
-        said, tensors, layout, runs = read_published(source, input_format, allocation)
-        _check_sizes(said, target)
-        read, kept, config, errors = deepcopy(said), dict(tensors), None, dict[str, ValueError]()
-        while config is None:
-            try:
-                config, state = parse_published(read, kept, layout, runs, target)
-            except ValueError as error:
-                name = str(error).removeprefix("config.json: ").split()[0]  # errors begin with it
-                first, words = errors.setdefault(name, error), _repair(name, read, kept, target)
-                if words is None or first is not error:
-                    raise ValueError(f"{source} as {input_format}: {first}") from error
-                refused.append(f"{error}: {words}")
-        frozen = {name: tensors[name] for name in (EMBEDDING, HEAD, TO_DRAFT) if name in tensors and name not in kept}
+        published = read_published(source, input_format, allocation)
+        said = published.config
+        try:
+            config, state, problems, frozen = parse_published(published, target)
+        except ForeignDraft:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{source} as {input_format}: {error}") from error
+        refused += [f"{problem}: {problem.repair}" for problem in problems]
     if not same_weights(config.target.fingerprint, target.spec.fingerprint):
         refused.append(f"its config.json has the fingerprint of other weights than those of {target.spec.name}")
     if config.target.template not in ("", target.spec.template):
@@ -99,13 +59,6 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
     config = replace(config, **stated, inner_layers=config.aux_layers or None)
     sources = config.aux_layers or (target.spec.layers + 1,)
     return Reading(target, config, state, frozen, target.embed_head, sources, words=tuple(refused)), said
-
-
-def _check_sizes(said: Said, target: Target, *others: str) -> None:
-    own = _own(target)
-    for name in (*SIZES, *others):
-        if said.get(name) not in (None, own[name]):
-            raise ForeignDraft(f"{name} is {said[name]}, and {target.spec.name} has {own[name]}")
 
 
 def _own(target: Target) -> Said:

@@ -18,6 +18,7 @@ from poss_lightning.terminal import announced
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TRAINED_ON = "trained_on_64"  # in the header of the weights; "trained_on" had 32 bits a text, too few to tell
 SHIPPED = Path(str(files("poss_lightning") / "draft" / "shipped"))  # drafts of the embedded target
+OWN, SERVED = "poss_lightning", "PossForCausalLM"  # our key in a published config.json; our plugin's architecture
 PUBLISHED = {  # formats of published drafts, by a key or an architecture in config.json
     "speculators_model_type": "speculators",
     "dflash_config": "dflash",
@@ -85,11 +86,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return stored
 
 
-def published_format(stored: dict[str, Any]) -> str:
-    """Return the format of a published draft, by its config.json; "eagle" where that says nothing."""
-    names = stored.get("architectures")
-    found = [*stored, *(names if isinstance(names, list) else ())]
-    return next((kind for mark, kind in PUBLISHED.items() if mark in found), "eagle")
+def published_format(stored: dict[str, Any]) -> tuple[str, str]:
+    """Return the format of a published draft, and what in its config.json says so; "eagle" where nothing does."""
+    listed, own = stored.get("architectures"), stored.get(OWN)
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if SERVED in names and isinstance(own, dict):  # as our plugin for vLLM loads it
+        return ("speed" if own.get("kind") == "eagle3" else "poss"), SERVED
+    mark = next((mark for mark in PUBLISHED if mark in (*stored, *names)), "")
+    return PUBLISHED.get(mark, "eagle"), mark or next(iter(names), "architectures")
 
 
 def check_draft(source: str | Path, folder: Path | None = None) -> None:
@@ -115,10 +119,9 @@ def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -
     """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
     if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
         return ""
-    if "poss_lightning" in stored:
-        return "a draft of ours as vLLM reads it; give the one that it was made from"
-    kind, layers = published_format(stored), stored.get("num_hidden_layers")
-    if kind == "eagle" and ((isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()):
+    (kind, mark), layers = published_format(stored), stored.get("num_hidden_layers")
+    is_model = (isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()
+    if kind == "eagle" and is_model and OWN not in stored:
         return "a whole model: it may be the target, and a draft is trained for it"
     convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
-    return f"a draft in a published format; one of ours is written by: {convert}"
+    return f"a draft in a published format (its config.json has {mark}); one of ours is written by: {convert}"

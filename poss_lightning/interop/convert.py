@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -15,8 +15,27 @@ from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.files import atomic_folder, check_new, fetch, read_json
 from poss_lightning.interop import checkpoints, settings, speculators
-from poss_lightning.interop.layouts import LAYOUTS, NUMBERED, Layout, check_expressible, find_layout, refuse
-from poss_lightning.interop.tensors import Draft, check_frozen, find_vocabulary, to_ours, to_theirs
+from poss_lightning.interop.layouts import (
+    LAYOUTS,
+    NUMBERED,
+    TO_DRAFT,
+    TO_TARGET,
+    Layout,
+    check_expressible,
+    find_layout,
+    refuse,
+)
+from poss_lightning.interop.problems import Checks
+from poss_lightning.interop.tensors import (
+    Draft,
+    check_frozen,
+    check_names,
+    find_vocabulary,
+    from_attention_biases,
+    strip_prefix,
+    to_ours,
+    to_theirs,
+)
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target.model import Target
 from poss_lightning.terminal import announced
@@ -73,10 +92,11 @@ def convert(
         published = read_published(source, input_format, allocation)
         loaded = Target.load(target, dtype=None, device="cpu")
         try:
-            draft = parse_published(*published, loaded)
+            draft = parse_published(published, loaded)
+            refuse(*((True, str(problem)) for problem in draft.problems))
         except ValueError as error:
-            raise ValueError(f"{source} as {input_format}: {error}") from error
-    _write(Draft(draft.config, cast(draft.state, dtype)), Path(out), output_format, loaded)
+            raise ValueError(f"{source} as {input_format}: {[*published.checks.problems, error][0]}") from error
+    _write(draft._replace(state=cast(draft.state, dtype)), Path(out), output_format, loaded)
 
 
 def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
@@ -96,32 +116,48 @@ def _load_ours(source: str) -> Draft:
     return Draft(config, state)
 
 
-def read_published(
-    source: str, input_format: str, given: list[int] | None
-) -> tuple[dict[str, Any], dict[str, Tensor], Layout, list[int]]:
-    """Read the files of a published draft: config.json on one level, tensors, layout and allocation."""
-    folder = fetch(source, "draft", checkpoints.FILES)
-    stored, tensors, layout = read_json(folder / CONFIG), checkpoints.load_tensors(folder), LAYOUTS[input_format]
+class Published(NamedTuple):
+    """The files of a published draft: config.json on one level, its tensors, their layout, and the allocation."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    layout: Layout
+    allocation: list[int]
+    checks: Checks
+
+
+def read_published(source: str, input_format: str, given: list[int] | None) -> Published:
+    """Read the files of a published draft; `given` is an allocation that they may not state."""
+    folder, checks = fetch(source, "draft", checkpoints.FILES), Checks()
+    stored, layout = read_json(folder / CONFIG), LAYOUTS[input_format]
+    tensors = strip_prefix(checkpoints.load_tensors(folder), "fc.weight", checks)
     if layout.kind == "eagle3" and NUMBERED in tensors:  # as NVIDIA's ModelOpt names EAGLE-3's one layer
         layout = replace(layout, layer="layers.{}")
-    published = speculators.flatten(stored) if layout.nested else stored
-    return published, tensors, layout, _find_allocation(layout, given, stored, tensors)
+    if layout.kind == "eagle2":
+        tensors = from_attention_biases(tensors, checks)
+        layout = replace(layout, vocabulary="d2t" if TO_TARGET in tensors else None)  # as our plugin loads it
+    config = speculators.flatten(stored, checks) if layout.nested else stored
+    return Published(config, tensors, layout, _find_allocation(layout, given, stored, tensors), checks)
 
 
-def parse_published(
-    published: dict[str, Any], tensors: dict[str, Tensor], layout: Layout, allocation: list[int], target: Target
-) -> Draft:
+def parse_published(published: Published, target: Target) -> Draft:
     """Turn a published draft into one of ours.
 
-    Args:
-        published: content of its config.json, on one level.
-        tensors: of its file.
+    Raises:
+        ValueError: what is wrong in it has no repair.
     """
-    ids = find_vocabulary(tensors, layout, target.spec.vocab_size)
-    layers = max(layout.count_layers(tensors), 1)
-    config = settings.parse_config(published, layout, allocation, target.spec, len(ids), layers)
-    check_frozen(tensors, target.embed_head, layout)
-    return to_ours(tensors, config, layout, ids, target.embed_head)
+    stored, tensors, layout, allocation, checks = published
+    ids = find_vocabulary(tensors, layout, target.spec.vocab_size, checks)
+    layers, known = max(layout.count_layers(tensors), 1), target.model.config.get_text_config().to_dict()
+    config = settings.parse_config(
+        stored, layout, allocation, target.spec, len(ids), layers, checks=checks, harmless=known
+    )
+    config = check_names(tensors, config, layout, checks)
+    kept = ids if config.vocabulary_size else None
+    differing = check_frozen(tensors, target.embed_head.restrict(kept), layout, checks)
+    state = to_ours(tensors, config, layout, ids, target.embed_head)
+    unread = {name: each for name, each in tensors.items() if name in differing or name == TO_DRAFT}
+    return Draft(config, state, checks.problems, unread)
 
 
 def _find_allocation(

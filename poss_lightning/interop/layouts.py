@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from poss_lightning.draft import folder
 from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind
 
 LAYER = {  # ours -> theirs, within a layer
@@ -122,7 +123,7 @@ ENGINES = {  # layouts of drafts that engines load by themselves, by kind; the l
     },
 }
 # What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
-POSS = "PossForCausalLM"
+POSS = folder.SERVED
 SERVED = {
     "eagle2": replace(
         ENGINE, several=True, depth=None, architecture=POSS, bias="always", vocabulary="d2t", states_draft=True

@@ -1,76 +1,118 @@
-"""config.json of a published draft: parsed into a draft's config, and made from one."""
+"""config.json of a published draft: parsed into a draft's config, and made from one.
 
+Every key is one of three: it is read (`READ`), it has the one value that changes nothing for a draft of ours
+(`NEUTRAL`), or it is known to say nothing of what a draft computes (`HARMLESS`, and the keys of the target's own
+config, which many drafts copy). Any other key that is set is named, as an engine may compute something else by it.
+"""
+
+import re
+from collections.abc import Collection
 from dataclasses import asdict, fields, replace
 from math import isclose
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
 
-from poss_lightning.draft.config import SWITCHES, DraftConfig
+from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind
+from poss_lightning.draft.folder import OWN as CONFIG_KEY
 from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
+from poss_lightning.interop.problems import Checks, ForeignDraft, Problem
 from poss_lightning.target.spec import TargetSpec
 
-DFLASH_KEY = "dflash_config"
-OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # its keys that ours has, too
-# settings of DFlash that ours lacks, with the values that change nothing
-NEUTRAL = {"input_embedding_scale": 1, "output_multiplier": 1, "use_aux_hidden_state": True, "projector_type": "dflash"}
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
-FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
-CONFIG_KEY = "poss_lightning"  # our config in a file: whole where our plugin loads it, else what has no other place
+EAGLE_KEY, DFLASH_KEY = "eagle_config", "dflash_config"  # objects with keys of their own
+# Our config is in a file at `CONFIG_KEY`: whole where our plugin loads it, else what has no other place.
 UNSTATED = ("allocation", "depth", "detach", "kv")
-
-
-def check_setting(holds: bool, name: str, value: Any, words: str) -> None:
-    """Raise ValueError, with the key of config.json and its value, unless `holds`."""
-    if not holds:
-        raise ValueError(f"config.json: {name} is {value!r}; {words}")
-
-
-def check_equal(draft: str, pairs: dict[str, tuple[Any, Any]]) -> None:
-    """Raise ValueError for the first key whose value is not the one that a draft, in words, has: (stated, its own)."""
-    for name, (stated, own) in pairs.items():
-        check_setting(_is_same(stated, own), name, stated, f"{draft} has {own!r}")
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # the layers that an EAGLE-3 draft fuses, where a file names them
+OF_BLOCKS = ("target_layer_ids", "mask_token_id", "block_size", "num_target_layers")  # DFlash's keys that ours has, too
+POST_NORM = "return_hidden_post_norm"  # TensorRT-LLM's name of norm_output
+FULL, SLIDING = "full_attention", "sliding_attention"  # in layer_types
+SIZES = {  # keys of a draft that its target has, and the field of a target's spec
+    "hidden_size": "hidden_size",
+    "vocab_size": "vocab_size",
+    "num_target_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+}
+FOREIGN = ("hidden_size", "vocab_size", "num_target_layers")  # of them, those of which a draft has none of its own
+READ = {*SIZES, *SWITCHES, LAYER_IDS, POST_NORM, EAGLE_KEY, CONFIG_KEY, "architectures", "partial_rotary_factor"}
+READ |= {"hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "draft_vocab_size", "intermediate_size"}
+READ |= {"rms_norm_eps", "layer_types", "sliding_window", "num_hidden_layers"}
+NEUTRAL = {  # values that change nothing
+    "attention_mode": "gqa",
+    "causal": False,
+    "input_embedding_scale": 1,
+    "is_causal": False,
+    "output_multiplier": 1,
+    "parallel_draft_step": 1,
+    "parallel_drafting": False,
+    "projector_type": "dflash",
+    "use_aux_hidden_state": True,
+    "use_mtp": False,
+}
+HARMLESS = {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}  # of transformers, and of writers and readers
+HARMLESS |= {"attention_dropout", "auto_map", "embed_requires_grad", "forward_num_total", "initializer_range"}
+HARMLESS |= {"load_embedding_from_target", "load_lm_head_from_target", "max_position_embeddings", "max_window_layers"}
+HARMLESS |= {"num_lookahead_tokens", "position_per_layer", "pretraining_tp", "speculators_version", "target_model_type"}
+HARMLESS |= {"tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window", "next_layer_regular"}
+HARMLESS |= {  # as the file has the tensors, or not
+    *("attention_bias", "bias", "has_lm_head", "mlp_bias", "parallel_draft_heads_num_layers", "use_mtp_layernorm"),
+    *("use_input_layernorm_in_first_layer", "use_last_layernorm"),
+}
+PLAIN = r"\w*ForCausalLM"  # in EAGLE's own files the target's
+ARCHITECTURES = {  # of drafts that compute what a kind does
+    "eagle2": rf"{PLAIN}(Eagle)?",
+    "eagle3": rf"{PLAIN}(Eagle3)?|(?!PEagle)\w*Eagle3\w*",
+    "block": rf"(?!DFlash){PLAIN}|DFlashDraftModel|DFlashQwen3ForCausalLM",
+}
 
 
 def mapping(published: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the object at a key, without its nulls; {} where there is none."""
     value = published.get(name) or {}
-    check_setting(isinstance(value, dict), name, value, "it must be an object, {A: B}")
+    Checks().expect(isinstance(value, dict), name, value, "it must be an object, {A: B}")  # raises
     return {key: each for key, each in value.items() if each is not None}
 
 
 def parse_config(
-    published: dict[str, Any], layout: Layout, allocation: list[int], spec: TargetSpec, vocabulary: int, layers: int = 1
+    published: dict[str, Any],
+    layout: Layout,
+    allocation: list[int],
+    spec: TargetSpec,
+    vocabulary: int,
+    layers: int = 1,
+    *,
+    checks: Checks,
+    harmless: Collection[str] = (),
 ) -> DraftConfig:
     """Parse the config of a published draft.
 
     A value that its config.json leaves out has the default of the published code (eagle/model/configs.py).
 
     Args:
-        published: content of config.json.
+        published: content of config.json, on one level.
         vocabulary: tokens that the draft proposes, by its tensors.
-        layers: of a block draft, by its tensors.
+        layers: in the file, by its tensors.
+        checks: notes what is wrong and can be read nevertheless.
+        harmless: keys that say nothing of the draft, beside `HARMLESS`.
+
+    Raises:
+        ValueError: what is wrong has no repair; `ForeignDraft` where a size is of a different target.
     """
     stated = {name: value for name, value in published.items() if value is not None}
     rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")  # as transformers merges them
-    switches = stated | mapping(stated, "eagle_config")  # where engines look for them first
-    heads, eps = stated.get("num_attention_heads"), stated.get("rms_norm_eps", 1e-6)
-    check_equal(
-        f"a draft of ours for {spec.name}",
-        {
-            "hidden_size": (stated.get("hidden_size"), spec.hidden_size),
-            "vocab_size": (stated.get("vocab_size"), spec.vocab_size),
-            "num_attention_heads": (heads, spec.heads),
-            "num_key_value_heads": (stated.get("num_key_value_heads", heads), spec.kv_heads),
-            "head_dim": (stated.get("head_dim", spec.hidden_size // spec.heads), spec.head_dim),
-            "partial_rotary_factor": ((stated | rope).get("partial_rotary_factor", 1), 1),
-            "hidden_act": (stated.get("hidden_act", "silu"), "silu"),
-        },
-    )
-    theta, size = (stated | rope).get("rope_theta", 10000.0), stated.get("draft_vocab_size", spec.vocab_size)
-    check_setting(isinstance(theta, int | float), "rope_theta", theta, "it must be a number, the base of the rotation")
-    check_setting(size == vocabulary, "draft_vocab_size", size, f"the draft proposes {vocabulary} tokens")
+    switches = stated | mapping(stated, EAGLE_KEY)  # where engines look for them first
+    switches |= {"norm_output": bool(switches.get("norm_output") or switches.get(POST_NORM))}
+    _check_sizes(stated, spec)
+    _check_layers(checks, stated, layout, layers)
+    _check_keys(checks, stated, layout.kind, spec, {*HARMLESS, *harmless})
+    words, size = f"the draft proposes {vocabulary} tokens", stated.get("draft_vocab_size", spec.vocab_size)
+    checks.expect(size == vocabulary, "draft_vocab_size", size, words, "ignored")
+    theta = (stated | rope).get("rope_theta", 10000.0)
+    words = "it must be a number, the base of the rotation"
+    checks.expect(is_number := isinstance(theta, int | float), "rope_theta", theta, words, "read as 10000")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
@@ -80,19 +122,20 @@ def parse_config(
         vocabulary_size=_unless_same(vocabulary, spec.vocab_size),
         kv=layout.kv,
         kind=layout.kind,
-        window=_find_window(stated),
-        rope_theta=_unless_same(float(theta), spec.rope_theta),
-        rope_scaling=_find_scaling(rope),
-        norm_eps=_unless_same(eps, spec.norm_eps),
-        **{name: switches[name] for name in SWITCHES if name in switches},
-        **(_find_block(stated, spec, layers) if layout.kind == "block" else {}),
+        window=_find_window(checks, stated, layout.kind),
+        rope_theta=_unless_same(float(theta if is_number else 10000), spec.rope_theta),
+        rope_scaling=_find_scaling(checks, rope),
+        norm_eps=_unless_same(stated.get("rms_norm_eps", 1e-6), spec.norm_eps),
+        **{name: switches[name] for name in SWITCHES if switches.get(name)},
+        **(_find_block(checks, stated, spec, layers) if layout.kind == "block" else {}),
     )
     if layout.kind == "eagle3":
-        config = replace(config, inner_layers=_find_layers(stated, config))
-    own = mapping(stated, CONFIG_KEY)  # of a draft that was ours
-    config = replace(config, **{name: own[name] for name in UNSTATED[1:] if name in own})
-    words = f"block_size says {sum(allocation)}"
-    check_setting(not config.one_pass or config.depth == sum(allocation), "depth", config.depth, words)
+        config = replace(config, inner_layers=_find_layers(checks, stated, config))
+    ours = {name: value for name, value in mapping(stated, CONFIG_KEY).items() if name in UNSTATED[1:]}
+    depth, words = ours.get("depth", config.depth), f"block_size says {config.depth}"
+    if not checks.expect(not config.one_pass or depth == config.depth, "depth", depth, words, "ignored"):
+        del ours["depth"]
+    config = replace(config, **ours)
     check_layers(config)
     return config
 
@@ -100,66 +143,124 @@ def parse_config(
 def find_positions(published: dict[str, Any]) -> int:
     """Return the number of tokens that a block draft proposes: its first place holds the newest token."""
     size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
-    check_setting(type(size) is int and size > 1, "block_size", size, "it must be the places of a block, 2 or more")
+    words = "it must be the places of a block, 2 or more"
+    Checks().expect(type(size) is int and size > 1, "block_size", size, words)  # raises
     return size - 1
 
 
-def _find_block(stated: dict[str, Any], spec: TargetSpec, block_layers: int) -> dict[str, Any]:
+def _check_sizes(stated: dict[str, Any], spec: TargetSpec) -> None:
+    """Refuse sizes that are not the target's; of a different target where they cannot be a draft's own."""
+    found = {"num_target_layers": spec.layers, "head_dim": spec.hidden_size // spec.heads} | stated
+    found = {"num_key_value_heads": found.get("num_attention_heads")} | found | mapping(stated, DFLASH_KEY)
+    for key, field in SIZES.items():
+        if (value := found.get(key)) != (expected := getattr(spec, field)):
+            problem = Problem(key, value, f"a draft of ours for {spec.name} has {expected}")
+            raise ForeignDraft(problem) if key in FOREIGN and value is not None else ValueError(problem)
+
+
+def _check_layers(checks: Checks, stated: dict[str, Any], layout: Layout, layers: int) -> None:
+    """Check that the file has as many layers as engines build, and is of an architecture that computes the same."""
+    listed = stated.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    is_known = all(re.fullmatch(ARCHITECTURES[layout.kind], name) for name in names)
+    checks.expect(is_known, "architectures", names, "a draft of ours does not compute what it names", "ignored")
+    is_copy = layout.kind == "eagle3" and names and all(re.fullmatch(rf"(?!Eagle){PLAIN}", name) for name in names)
+    count = stated.get("num_hidden_layers", layers)
+    holds = count == layers or (count == 1 and layout.several) or bool(is_copy)  # PosS' is of one specialist
+    checks.expect(holds, "num_hidden_layers", count, f"the file has {layers}", "ignored")
+
+
+def _check_keys(
+    checks: Checks, stated: dict[str, Any], kind: Kind, spec: TargetSpec, harmless: Collection[str]
+) -> None:
+    """Name every key by which an engine may compute something else than a draft of ours."""
+    neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap, "target_hidden_size": spec.hidden_size}
+    known = {*READ, DFLASH_KEY, *OF_BLOCKS} if kind == "block" else READ
+    for level in (stated, mapping(stated, EAGLE_KEY), mapping(stated, DFLASH_KEY) if kind == "block" else {}):
+        for key, value in level.items():
+            if key in neutral:
+                checks.expect(
+                    value in (neutral[key], None), key, value, f"a draft of ours has {neutral[key]}", "ignored"
+                )
+            elif key not in known:
+                words = "a draft of ours does not have it, and an engine may compute something else by it"
+                checks.expect(key in harmless or not value, key, value, words, "ignored")
+    rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")
+    for key, value, expected in (
+        ("partial_rotary_factor", (stated | rope).get("partial_rotary_factor", 1), 1),
+        ("hidden_act", stated.get("hidden_act", "silu"), "silu"),
+    ):
+        checks.expect(value == expected, key, value, f"a draft of ours has {expected!r}", "ignored")
+
+
+def _find_block(checks: Checks, stated: dict[str, Any], spec: TargetSpec, layers: int) -> dict[str, Any]:
     """Return the fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
-    neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap}
-    found = {name: stated.get(name) for name in (*OF_BLOCKS, *neutral)} | mapping(stated, DFLASH_KEY)
-    others = {name: value for name, value in found.items() if name not in OF_BLOCKS}
-    others |= {"is_causal": stated.get("is_causal"), "layer_types": _find_window(stated) and SLIDING}
-    for name, value in others.items():
-        check_setting(not value or value == neutral.get(name), name, value, "a draft of ours does not have it")
-    layers, mask = _count_layers("target_layer_ids", found["target_layer_ids"], 0, spec), found["mask_token_id"]
-    check_setting(type(mask) is int, "mask_token_id", mask, f"it must be a token of {spec.name}")
-    return {"block_layers": block_layers, "inner_layers": layers, "mask_token": mask}
+    found, nested = {name: stated.get(name) for name in OF_BLOCKS}, mapping(stated, DFLASH_KEY)
+    for key in OF_BLOCKS:
+        pair = {str(level[key]): level[key] for level in (found, nested) if level.get(key) is not None}
+        checks.expect(len(pair) < 2, key, list(pair.values()), "it must have one value", f"read as {nested.get(key)}")
+    found |= nested
+    mask = found["mask_token_id"]
+    is_token, words = type(mask) is int and 0 <= mask < spec.vocab_size, f"it must be one of {spec.vocab_size} tokens"
+    checks.expect(is_token, "mask_token_id", mask, f"{words} of {spec.name}", "read as the last of them")
+    ids = _count_layers(checks, "target_layer_ids", found["target_layer_ids"], 0, spec)
+    return {"block_layers": layers, "inner_layers": ids, "mask_token": mask if is_token else None}
 
 
-def _count_layers(name: str, ids: Any, first: int, spec: TargetSpec) -> tuple[int, ...]:
-    """Number inner layers of the target from 1, by their outputs, where a key counts them from `first`."""
-    known = isinstance(ids, list) and all(type(i) is int and first <= i < spec.layers - 1 + first for i in ids)
-    words = f"it must be numbers of inner layers of {spec.name}, from {first}"
-    check_setting(known and bool(ids), name, ids, words)
-    return tuple(i + 1 - first for i in ids)
+def _count_layers(checks: Checks, key: str, ids: Any, start: int, spec: TargetSpec) -> tuple[int, ...] | None:
+    """Number inner layers of the target from 1, by their outputs, where a key counts them from `start`."""
+    inside = range(start, spec.layers - 1 + start)
+    is_list = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+    shifts = [[i + n for i in ids] for n in (0, -1, 1)] if is_list else []
+    fitting = next((shifted for shifted in shifts if {*shifted} <= {*inside}), None)
+    words = f"it must be numbers of inner layers of {spec.name}, from {start}"
+    repair = f"read as {fitting}" if fitting else "ignored" if key == LAYER_IDS else ""
+    checks.expect(ids == fitting and is_list, key, ids, words, repair)
+    ascending = sorted(fitting or [])
+    words = f"published code takes layers of {spec.layers} in ascending order, each once"
+    repair = f"read as {ascending}" if len({*ascending}) == len(ascending) else ""
+    checks.expect(fitting in (None, sorted({*ascending})), key, fitting, words, repair)
+    return tuple(i + 1 - start for i in ascending) or None
 
 
-def _find_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+def _find_scaling(checks: Checks, rope: dict[str, Any]) -> RopeScaling | None:
     of_kinds = [name for name, value in rope.items() if isinstance(value, dict)]
-    check_setting(not of_kinds, "rope_parameters", rope, f"it must be for one kind of layer, not for {of_kinds}")
+    words = f"it must be for one kind of layer, not for {of_kinds}"
+    checks.expect(not of_kinds, "rope_parameters", rope, words, "ignored")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     known = ("default", "mrope", "llama3")  # of text alone, mrope's angles are the default
-    check_setting(kind in known, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'")
-    if kind != "llama3":
+    checks.expect(kind in known, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'", "ignored")
+    if kind != "llama3" or of_kinds:
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
     return RopeScaling(**numbers)
 
 
-def _find_window(stated: dict[str, Any]) -> int | None:
+def _find_window(checks: Checks, stated: dict[str, Any], kind: Kind) -> int | None:
     """Return the slots that a query sees; None for all. `sliding_window` alone says nothing: `layer_types` decides."""
     kinds, window = stated.get("layer_types") or [FULL], stated.get("sliding_window")
-    one_kind = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
-    check_setting(one_kind, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}")
-    if kinds[0] == FULL:
+    is_one = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
+    checks.expect(is_one, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}", "ignored")
+    if not is_one or kinds[0] == FULL:
         return None
-    check_setting(window is not None, "sliding_window", window, "it must be the slots that a query sees")
-    return window
+    words = "it must be the slots that a query sees"
+    checks.expect(window is not None, "sliding_window", window, words, "ignored")
+    words = "a block draft of ours sees the whole context"  # z-lab's own window moves with the block's places
+    return window if checks.expect(kind != "block", "layer_types", kinds, words, "ignored") else None
 
 
-def _find_layers(stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
+def _find_layers(checks: Checks, stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
     """Return the layers that an EAGLE-3 file names; None for the usual. eagle_config counts from 0 or from 1.
 
     Others it counts from 0, as SGLang does. On the top level all count from 1, as in vLLM.
     """
     top, usual = stated.get(LAYER_IDS), list(config.aux_layers)
-    ids, from_0 = top or mapping(stated, "eagle_config").get(LAYER_IDS), [layer - 1 for layer in usual]
+    ids, from_0 = top or mapping(stated, EAGLE_KEY).get(LAYER_IDS), [layer - 1 for layer in usual]
     words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
-    check_setting(not top or top != from_0, LAYER_IDS, top, words)
-    if not ids or ids in (usual, from_0):
+    is_right = checks.expect(not top or top != from_0, LAYER_IDS, top, words, f"read as {usual}")
+    if not is_right or not ids or ids in (usual, from_0):
         return None
-    return _count_layers(LAYER_IDS, ids, 1 if top else 0, config.target)
+    return _count_layers(checks, LAYER_IDS, ids, 1 if top else 0, config.target)
 
 
 def rope_parameters(config: DraftConfig) -> dict[str, Any]:

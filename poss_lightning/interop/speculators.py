@@ -11,7 +11,8 @@ Read in speculators 0.9.0 (config.py, models/eagle3/{config,core,model_definitio
 from typing import Any
 
 from poss_lightning.draft.config import SWITCHES, DraftConfig
-from poss_lightning.interop.settings import LAYER_IDS, check_equal, check_setting, mapping, rope_parameters
+from poss_lightning.interop.problems import Checks
+from poss_lightning.interop.settings import LAYER_IDS, mapping, rope_parameters
 from poss_lightning.target import embedded
 from poss_lightning.target.model import Target
 
@@ -22,36 +23,28 @@ OUTER_KEYS = {"architectures", "rope_theta", "rope_scaling", "torch_dtype", "dra
 OUTER_KEYS |= {LAYER_IDS, "eagle_config"}
 
 
-def flatten(stored: dict[str, Any]) -> dict[str, Any]:
+def flatten(stored: dict[str, Any], checks: Checks) -> dict[str, Any]:
     """Put a config.json of this format under the keys of EAGLE-3's."""
     layer = mapping(stored, LAYER_KEYS)
-    check_setting(bool(layer), LAYER_KEYS, stored.get(LAYER_KEYS), "it must describe the draft's layer")
-    width = layer.get("hidden_size")
-    check_equal(
-        "a draft of ours",
-        {
-            KIND: (stored[KIND], "eagle3"),
-            f"{LAYER_KEYS}.model_type": (layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
-            f"{LAYER_KEYS}.num_hidden_layers": (layer.get("num_hidden_layers"), 1),
-            "target_hidden_size": (stored.get("target_hidden_size") or width, width),
-        },
-    )
-    if stored.get("norm_before_residual") is None:
-        raise ValueError(
-            "config.json has no norm_before_residual, which vLLM takes for true and speculators for false: add it, as "
-            "the draft was trained"
-        )
-    return layer | {name: stored.get(name) for name in ("draft_vocab_size", LAYER_IDS, *SWITCHES)}
+    for key, value, expected in (
+        (KIND, stored.get(KIND), "eagle3"),
+        (f"{LAYER_KEYS}.model_type", layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
+    ):
+        words = f"a draft of ours in this --input_format has {expected!r}"
+        checks.expect(value == expected, key, value, words)
+    switch = stored.get("norm_before_residual")
+    words = "vLLM takes it for true and speculators for false: add it, as the draft was trained"
+    checks.expect(switch is not None, "norm_before_residual", switch, words, "read as true")
+    outer = {key: value for key, value in stored.items() if key not in (KIND, LAYER_KEYS, ENGINE_KEYS)}
+    return layer | outer | {"norm_before_residual": switch is None or switch}
 
 
 def find_default_positions(stored: dict[str, Any]) -> int | None:
     """Return how many tokens an engine drafts by the default method; None where the config does not say."""
     engine = mapping(stored, ENGINE_KEYS)
     methods, default = engine.get("proposal_methods") or [{}], engine.get("default_proposal_method")
-    check_setting(
-        isinstance(methods, list) and all(isinstance(method, dict) for method in methods),
-        "proposal_methods", methods, "it must be a list of objects, [{A: B}]",
-    )  # fmt: skip
+    is_list = isinstance(methods, list) and all(isinstance(method, dict) for method in methods)
+    Checks().expect(is_list, "proposal_methods", methods, "it must be a list of objects, [{A: B}]")  # raises
     chosen = next((method for method in methods if method.get("proposal_type") == default), methods[0])
     return chosen.get("speculative_tokens")
 

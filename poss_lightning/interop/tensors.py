@@ -1,5 +1,8 @@
 """Rename the tensors of a published draft to ours, and ours to theirs; dtypes stay."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -8,41 +11,64 @@ from torch import Tensor
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import check_state
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout, refuse
+from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout
+from poss_lightning.interop.problems import Checks, Problem
 from poss_lightning.target.spec import EmbedHead
+
+SWITCH_OF = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc"}  # by the tensor that needs it
 
 
 class Draft(NamedTuple):
-    """The content of a folder of ours, each tensor in its stored dtype."""
+    """The content of a folder of ours, each tensor in its stored dtype.
+
+    Of a published draft also what was wrong in its files, and the tensors in it that none of ours is made of.
+    """
 
     config: DraftConfig
     state: dict[str, Tensor]
+    problems: Sequence[Problem] = ()
+    unread: Mapping[str, Tensor] = MappingProxyType({})
 
 
-def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout) -> None:
-    """Raise ValueError where a file has an embedding or a head that differs from the target's by more than rounding.
+def strip_prefix(tensors: dict[str, Tensor], name: str, checks: Checks) -> dict[str, Tensor]:
+    """Return the tensors without what a training framework put before their names, if it is before `name`."""
+    prefixed = next((each for each in tensors if each.endswith(f".{name}")), name)
+    prefix = prefixed.removesuffix(name)
+    words = f"the file must have {name}: remove {prefix!r} from its names"
+    checks.tensor(name in tensors or not prefix, prefixed, tensors.get(prefixed), words, f"read without {prefix!r}")
+    return tensors if name in tensors else {key.removeprefix(prefix): value for key, value in tensors.items()}
+
+
+def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layout, checks: Checks) -> set[str]:
+    """Return which of embedding and head in a file differ from the target's by more than rounding.
 
     Two files of one model may have been converted through different dtypes. The target's tensors are not copied from
     the file, so they need not be exact: rows may differ by the rounding of the coarser dtype.
     """
     frozen = {EMBEDDING: embed_head.embedding} | ({} if layout.kind == "eagle3" else {HEAD: embed_head.head})
+    differing = set[str]()
     for name, ours in frozen.items():
         if (theirs := tensors.get(name)) is None:
             continue
-        if theirs.shape != ours.shape or not theirs.is_floating_point():
-            raise ValueError(f"{name} is {theirs.dtype} {list(theirs.shape)}; the target's is {list(ours.shape)}")
-        limits = [torch.finfo(tensor.dtype) for tensor in (theirs, ours)]
-        relative = max(limit.eps for limit in limits)
-        absolute = max(limit.smallest_normal * limit.eps for limit in limits)
-        chunks = zip(theirs.split(4096), ours.split(4096), strict=True)  # to save memory in float32
-        if not all(a.float().isclose(b.float(), rtol=relative, atol=absolute).all() for a, b in chunks):
-            raise ValueError(
-                f"{name} is not the target's: they differ by more than the rounding of {theirs.dtype}, {ours.dtype}; "
-                "is it of another target, or of another --input_format?"
-            )
+        words = f"the target's is {list(ours.shape)}"
+        is_alike = theirs.shape == ours.shape and theirs.is_floating_point()
+        if is_alike:
+            words = f"it is not the target's, which differs by more than the rounding of {theirs.dtype}, {ours.dtype}"
+            is_alike = _is_near(theirs, ours)
+        if not checks.tensor(is_alike, name, theirs, f"{words}: is it of another target?", "ignored"):
+            differing.add(name)
+    return differing
 
 
-def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> Tensor:
+def _is_near(theirs: Tensor, ours: Tensor) -> bool:
+    limits = [torch.finfo(tensor.dtype) for tensor in (theirs, ours)]
+    relative = max(limit.eps for limit in limits)
+    absolute = max(limit.smallest_normal * limit.eps for limit in limits)
+    chunks = zip(theirs.split(4096), ours.split(4096), strict=True)  # to save memory in float32
+    return all(bool(a.float().isclose(b.float(), rtol=relative, atol=absolute).all()) for a, b in chunks)
+
+
+def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int, checks: Checks) -> Tensor:
     """Find the target's token ids, of `total`, that a published draft proposes, ascending: (V,).
 
     Most EAGLE-3 files state them twice: draft id i is the target's i + d2t[i], and t2d marks them among the target's
@@ -51,23 +77,32 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int) -> T
     rows = len(tensors.get(HEAD, range(total)))
     if layout.vocabulary != "d2t" or (rows == total and not tensors.keys() & {TO_TARGET, TO_DRAFT}):
         return torch.arange(total)
-    refuse((TO_TARGET not in tensors, f"{TO_TARGET} is missing, and {HEAD} has {rows} rows for {total} tokens"))
-    offsets, marks = tensors[TO_TARGET], tensors.get(TO_DRAFT)
+    offsets, marks = tensors.get(TO_TARGET), tensors.get(TO_DRAFT)
+    if offsets is None:
+        words = f"{HEAD} has {rows} rows for {total} tokens"
+        checks.tensor(
+            False, TO_TARGET, None, words, f"read as the ids that {TO_DRAFT} marks" if marks is not None else ""
+        )
+        return marks.nonzero()[:, 0]  # pyright: ignore[reportOptionalMemberAccess]
     ids = offsets.flatten() + torch.arange(offsets.numel())
-    whole = offsets.ndim == 1 and offsets.dtype in (torch.int32, torch.int64)
-    words = (
-        f"{TO_TARGET} is {offsets.dtype} {list(offsets.shape)}; it must lead to ascending ids of the target's {total}"
-    )
-    refuse((not (whole and (ids.diff() > 0).all() and ((ids >= 0) & (ids < total)).all()), words))
-    marked = marks is None or not marks.any() or marks.tolist() == _make_maps(ids, total)[TO_DRAFT].tolist()
-    words = f"{TO_DRAFT} does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
-    refuse((not marked, words))
+    words = f"it must lead to ascending ids of the target's {total}"
+    read_as_ids = "read as ids" if _are_ids(offsets.flatten(), total) else ""
+    is_whole = offsets.ndim == 1 and offsets.dtype in (torch.int32, torch.int64)
+    if not checks.tensor(is_whole and _are_ids(ids, total), TO_TARGET, offsets, words, read_as_ids):
+        return offsets.long().flatten()
+    is_marked = marks is None or not marks.any() or marks.tolist() == _make_maps(ids, total)[TO_DRAFT].tolist()
+    words = f"it does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
+    checks.tensor(is_marked, TO_DRAFT, marks, words, "ignored")
     return ids
+
+
+def _are_ids(ids: Tensor, total: int) -> bool:
+    return bool((ids.diff() > 0).all() and ((ids >= 0) & (ids < total)).all())
 
 
 def to_ours(
     tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, ids: Tensor, embed_head: EmbedHead
-) -> Draft:
+) -> dict[str, Tensor]:
     """Rename a published file's tensors; the target's own are left out.
 
     A draft of all tokens without a head has the target's, as engines lend it; without a bias it has zeros.
@@ -76,14 +111,6 @@ def to_ours(
         ids: the token ids that it proposes, from `find_vocabulary`.
     """
     names, kept = layout.number_names(config), ids if config.vocabulary_size else None
-    lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
-    maps = {TO_TARGET, TO_DRAFT} if layout.vocabulary == "d2t" else set()
-    missing = sorted({*names.values()} - tensors.keys() - lent)
-    unknown = sorted(tensors.keys() - names.values() - {EMBEDDING, HEAD} - maps)
-    for found, words in ((missing, "is missing"), (unknown, "has no place in this layout")):
-        if found:
-            others = f" (and {len(found) - 1} more)" if found[1:] else ""
-            raise ValueError(f"{found[0]} {words}{others}: is it of another --input_format?")
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in make_draft(config, kept).state_dict().items()}
     dtype = tensors["fc.weight"].dtype
@@ -96,12 +123,37 @@ def to_ours(
     }
     state = {ours: tensors[names[ours]] if names.get(ours) in tensors else defaults[ours] for ours in shapes}
     for ours, tensor in state.items():
-        if tensor.shape != shapes[ours]:
-            raise ValueError(
-                f"{names[ours]} is {tensor.dtype} {list(tensor.shape)}; it must be floats {list(shapes[ours])}"
-            )
+        Checks().tensor(
+            tensor.shape == shapes[ours], names.get(ours, ours), tensor, f"it must be floats {[*shapes[ours]]}"
+        )
     check_state(state)
-    return Draft(config, state)
+    return state
+
+
+def check_names(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout, checks: Checks) -> DraftConfig:
+    """Check that a file has the tensors of a draft and no others; return its config, with switches that only they show.
+
+    Raises:
+        ValueError: a tensor is missing.
+    """
+    for name, switch in SWITCH_OF.items():
+        words = f"{switch} is not set in config.json"
+        if layout.kind == "eagle3" and name in tensors and not config.input_norms:
+            checks.tensor(False, name, tensors[name], words, f"read with {switch}")
+            config = replace(config, **{switch: True})
+    names = layout.number_names(config).values()
+    lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
+    maps = {TO_TARGET, TO_DRAFT} if layout.vocabulary == "d2t" else set()
+    missing = sorted({*names} - tensors.keys() - lent)
+    others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+    if missing:
+        raise ValueError(f"{missing[0]} is missing{others}: is it of another --input_format?")
+    unknown = sorted(tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps)
+    others = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
+    for name in unknown[:1]:
+        words = f"it has no place in this layout{others}: is it of another --input_format?"
+        checks.tensor(False, name, tensors[name], words, "ignored")
+    return config
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
@@ -110,7 +162,7 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
     The scale of fc's input is multiplied into its weights. Where their dtype cannot hold the products, which it can
     for powers of two, they are in float32, which is exact for weights and a scale of 16 bits.
     """
-    config, state = draft
+    config, state, *_ = draft
     weight = state["fc.weight"]
     state = state | {"fc.weight": _hold(weight.double() * state["scale"].double(), weight.dtype)}
     names = layout.number_names(config)
@@ -142,6 +194,22 @@ def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
     exact = {name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")}
     exact["o_proj"] = bias.double()
     return {f"layers.0.self_attn.{name}.bias": _hold(value, bias.dtype) for name, value in exact.items()}
+
+
+def from_attention_biases(tensors: dict[str, Tensor], checks: Checks) -> dict[str, Tensor]:
+    """Undo what `to_theirs` does to fc's bias for code whose fc has none."""
+    names = {name: f"layers.0.self_attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if not {*names.values()} <= tensors.keys():
+        return tensors
+    rest, bias = {name: each for name, each in tensors.items() if name not in names.values()}, tensors[names["o_proj"]]
+    for name, place in names.items():
+        if name != "o_proj":
+            expected = tensors[f"layers.0.self_attn.{name}.weight"].double() @ bias.double()
+            near = torch.allclose(tensors[place].double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+            checks.tensor(
+                near, place, tensors[place], "attention of ours has no bias, and fc's does not make it", "ignored"
+            )
+    return rest | {BIAS: bias}
 
 
 def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.problems import Checks
 from poss_lightning.interop.settings import parse_config
 from tests.support.layouts import CONFIG, VOCABULARY, put, read, same
 from tests.support.tiny import tiny_draft
@@ -72,6 +73,7 @@ def test_settings_may_lie_on_the_top_level_and_say_what_is_so_anyway(deep, given
     """As z-lab reads them: in dflash_config first."""
     spec = replace(deep.spec, logit_cap=30.0)
     plain, other = (
-        parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, VOCABULARY, 2) for each in ({}, given)
+        parse_config(CONFIG | STATED | each, LAYOUTS["dflash"], [5], spec, VOCABULARY, 2, checks=Checks())
+        for each in ({}, given)
     )
     assert plain == other and plain.mask_row == 319

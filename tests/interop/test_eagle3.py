@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.interop.convert import parse_published
+from poss_lightning.interop.convert import Published, parse_published
 from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.problems import Checks
 from tests.interop.published import FUSED, FUSED_BY, KEY, SOME, agree, eagle3
 from tests.support.layouts import CONFIG, VOCABULARY, D, put, same, stated
 from tests.support.tiny import tiny_draft
@@ -78,12 +79,14 @@ def test_what_engines_do_without_may_be_missing(deep, ids, change):
     given = CONFIG | {KEY: None if ids is None else len(ids)}
     tensors = eagle3(ids) | ({"lm_head.weight": deep.embed_head.head} if ids is None else {})
     left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-    part, whole = (parse_published(given, each, LAYOUTS["eagle3"], [7], deep) for each in (left, tensors))
+    files = (Published(given, each, LAYOUTS["eagle3"], [7], Checks()) for each in (left, tensors))
+    part, whole = (parse_published(each, deep) for each in files)
+    assert not part.problems
     assert same(part.state, whole.state) and part.config == whole.config
 
 
 @pytest.mark.parametrize(("ids", "layers"), [([1, 3, 4], FUSED), ([2, 3, 6], [3, 4, 7])])
 def test_layers_are_counted_from_0_where_sglang_reads_them(deep, ids, layers):
     given = CONFIG | {KEY: len(SOME), "eagle_config": {FUSED_BY: ids}}
-    config = parse_published(given, eagle3(), LAYOUTS["eagle3"], [7], deep).config
+    config = parse_published(Published(given, eagle3(), LAYOUTS["eagle3"], [7], Checks()), deep).config
     assert [*config.aux_layers] == layers and (config.inner_layers is None) == (layers == FUSED)

@@ -1,7 +1,7 @@
 """Published layouts: a file drafts as its authors compute it and comes back bit for bit; engines find every key."""
 
 import json
-from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import settings
 from poss_lightning.interop.layouts import LAYOUTS
+from poss_lightning.interop.problems import Checks
 from poss_lightning.interop.tensors import check_frozen
 from poss_lightning.target.model import Target
 from tests.interop.published import FUSED, FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
@@ -100,8 +101,9 @@ def test_an_embedding_may_differ_by_the_rounding_of_the_coarser_dtype(target, st
     """The target's, in float32, went through a different dtype before it was stored; one bit more is too much."""
     theirs = target.embed_head.embedding.to(between).to(stored)
     for tensor, fits in ((theirs, accepted), (theirs * (1 + 3 * torch.finfo(between).eps), False)):
-        with nullcontext() if fits else pytest.raises(ValueError, match="they differ by more than the rounding"):
-            check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"])
+        checks = Checks()
+        assert bool(check_frozen({"embed_tokens.weight": tensor}, target.embed_head, LAYOUTS["eagle"], checks)) != fits
+        assert fits or "differs by more than the rounding" in str(checks.problems[0])
 
 
 def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
@@ -110,7 +112,9 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
     rope = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
     mrope = CONFIG | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
     for given in (left_out | rope, CONFIG | {"rope_scaling": None, "rms_norm_eps": 9.99999974e-7}, mrope):
-        config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY)
+        checks = Checks()
+        config = settings.parse_config(given, LAYOUTS["eagle"], [6], target.spec, VOCABULARY, checks=checks)
+        assert not checks.problems
         assert config == DraftConfig(target=target.spec, allocation=(6,), depth=1)
 
 
@@ -187,6 +191,14 @@ def test_engines_find_each_key_and_compute_the_same(
     kept = own if "PossForCausalLM" in keys["architectures"] else {name: own[name] for name in settings.UNSTATED}
     assert getattr(parsed, settings.CONFIG_KEY) == kept
     agree(tmp_path / "theirs", draft, deep)
+    with pytest.raises(ValueError, match=r"\(its config.json has \w+\)") as refusal:
+        load_draft(tmp_path / "theirs")
+    command = str(refusal.value).partition("poss convert ")[2].split()
+    assert command[1] == "DRAFT" and command[4:] == ["--target", "TARGET"]
+    convert(command[0], tmp_path / "back", *command[2:4])
+    back = load_draft(tmp_path / "back")
+    assert back.config == replace(draft.config, target=back.config.target, vocabulary_size=back.config.vocabulary_size)
+    agree(tmp_path / "theirs", back, deep)
 
 
 def test_a_smaller_vocabulary_of_the_targets_head_is_its_rows_or_sglangs_token_map(convert, deep, tmp_path):

@@ -34,41 +34,102 @@ def write(folder: Path, name: str, target: Target, kind: str = "safetensors", **
 
 
 UP = "layers.1.mlp.up_proj.weight"
-BLOCK = {"target_layer_ids": [1], "mask_token_id": 3}
+BLOCK, EAGLE3_NAME = {"target_layer_ids": [1], "mask_token_id": 3}, ["LlamaForCausalLMEagle3"]
 POSS = "poss --allocation=[2,2,2]"
 WRONG = [  # a file, how it is converted, and what is wrong with it
     (POSS, {UP: None}, f"{UP} is missing"),
-    (POSS, {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias has no place in this layout"),
+    (
+        POSS,
+        {"layers.0.self_attn.q_proj.bias": torch.zeros(D)},
+        "q_proj.bias is torch.float32 [32]; it has no place",
+    ),
     (POSS, {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
-    ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing, and lm_head.weight has 107 rows for 320 tokens"),
+    ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing; lm_head.weight has 107 rows for 320 tokens"),
     (
         "eagle3",
         {"embed_tokens.weight": torch.zeros(VOCABULARY, D)},
-        "embed_tokens.weight is not the target's: ",
+        "embed_tokens.weight is torch.float32 [320, 32]; it is not the target's",
     ),
-    ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d does not mark the 107 of the target's 320 ids"),
+    (
+        "eagle3",
+        {"d2t": torch.zeros(107, dtype=torch.int64)},
+        "t2d is torch.bool [320]; it does not mark the 107",
+    ),
     ("eagle3", {"d2t": -torch.arange(107)}, "d2t is torch.int64 [107]; it must lead to ascending ids"),
     ("eagle3", {KEY: 106}, "draft_vocab_size is 106; the draft proposes 107 tokens"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
     ("eagle3", {"rope_parameters": {"full_attention": {"factor": 8}}}, "for one kind of layer, not for ['full_atte"),
     ("eagle3", {FUSED_BY: [1, 3, 4]}, "ids is [1, 3, 4]; it counts from 1, and the usual layers of"),  # in vLLM
-    ("eagle3", {FUSED_BY: [4, 2, 5]}, "it fuses layers [4, 2, 5] of 8"),
+    ("eagle3", {FUSED_BY: [4, 2, 5]}, "ids is [4, 2, 5]; published code takes layers of 8 in ascending order"),
     ("eagle3", {"eagle_config": {FUSED_BY: [2, 3, 7]}}, "ids is [2, 3, 7]; it must be numbers of inner layers of"),
-    ("speculators", {"norm_before_residual": None}, "has no norm_before_residual, which vLLM takes for true and"),
-    ("speculators", {"transformer_layer_config": None}, "transformer_layer_config is None; it must describe"),
-    ("speculators", speculators.layer(num_hidden_layers=2), "config.num_hidden_layers is 2; a draft of ours has 1"),
+    ("speculators", {"norm_before_residual": None}, "norm_before_residual is None; vLLM takes it for true and"),
+    ("speculators", {"transformer_layer_config": None}, "transformer_layer_config.model_type is None; a draft of"),
+    ("speculators", speculators.layer(num_hidden_layers=2), "num_hidden_layers is 2; the file has 1"),
     ("speculators", speculators.layer(layer_types=["sliding_attention"]), "sliding_window is None; it must be"),
     ("dflash", {"block_size": None}, "block_size is None; it must be the places of a block"),
     ("dflash", {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is None"),
     ("dflash", {"dflash_config": BLOCK | {"use_swa": True}}, "use_swa is True; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
-    ("dflash", {"layer_types": ["sliding_attention"], "sliding_window": 9}, "layer_types is 'sliding_attention'"),
+    (
+        "dflash",
+        {"layer_types": ["sliding_attention"], "sliding_window": 9},
+        "layer_types is ['sliding_attention']",
+    ),
+    # what others compute, by a key or a tensor that ours has not
+    *(
+        ("dflash", {key: value}, f"config.json: {key} is {value!r}; a draft of ours")
+        for key, value in {
+            "causal": True,
+            "architectures": ["JetSpecDraftModel"],
+            "dflash_version": 2,
+            "parallel_drafting": True,
+            "projector_type": "domino",
+            "selector_rank": 16,
+            "swa_block": 4,
+        }.items()
+    ),
+    *(
+        ("dflash", {"dflash_config": STATED["dflash_config"] | {key: value}}, f"config.json: {key} is {value!r}; a dr")
+        for key, value in {"causal": True, "markov": True, "attention_mode": "mla", "conv_kernel_size": 2}.items()
+    ),
+    *(
+        ("eagle3", {key: value}, f"config.json: {key} is {value!r}; a draft of ours")
+        for key, value in {
+            "architectures": ["PEagleDraftModel"],
+            "mask_token_id": 3,
+            "medusa_num_heads": 4,
+            "n_predict": 3,
+            "parallel_drafting": True,
+            "ptd_token_id": 3,
+            "quantization_config": {"bits": 4},
+            "target_hidden_size": 64,
+        }.items()
+    ),
+    *(
+        ("eagle3", {"eagle_config": {key: value}}, f"config.json: {key} is {value!r}; a draft of ours has")
+        for key, value in {"use_aux_hidden_state": False, "parallel_draft_step": 4}.items()
+    ),
+    (
+        "eagle3",
+        {"eagle_config": {"eh_proj_before_attn": True}},
+        "eh_proj_before_attn is True; a draft of ours",
+    ),
+    ("eagle3", {"num_hidden_layers": 4, "architectures": EAGLE3_NAME}, "num_hidden_layers is 4; the file has 1"),
+    ("dflash", {"num_hidden_layers": 5}, "num_hidden_layers is 5; the file has 2"),
+    ("dflash", {"num_target_layers": 36}, "num_target_layers is 36; a draft of ours for"),
+    ("dflash", {"mask_token_id": 5}, "mask_token_id is [5, 319]; it must have one value"),
+    ("dflash", {"dflash_config": BLOCK | {"block_size": 16}}, "block_size is [6, 16]; it must have one value"),
+    ("dflash", {"dflash_config": BLOCK | {"mask_token_id": 320}}, "mask_token_id is 320; it must be one of 320 tokens"),
     ("poss", {}, "it has 3 layers, and allocation is None: give the positions that each serves"),
     ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation is [3, 3]: give"),
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
     ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing (and "),
-    ("eagle3 --input_format=speculators", {}, "transformer_layer_config is None; it must describe"),
+    (
+        "eagle3 --input_format=speculators",
+        {},
+        "speculators_model_type is None; a draft of ours in this",
+    ),
     ("speculators --input_format=eagle3", {"norm_output": True}, "hidden_size is None; a draft of ours for"),
     ("speed --input_format=eagle3", {}, "it has 3 layers, and a file of this format has one"),
     ("dflash --input_format=eagle", {}, "it has 2 layers, and a file of this format has one"),
@@ -82,6 +143,35 @@ def test_what_is_wrong_in_a_file_or_does_not_fit_it_is_refused(convert, deep, tm
     folder = write(tmp_path / "theirs", name, deep, **changes)
     run = convert if changes else partial(convert, target="nowhere")  # a target is loaded where all else fits
     refused(run, tmp_path, words, folder, tmp_path / "out", "--input_format", name, *options)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "draft_model.", "module.draft."])
+@pytest.mark.parametrize("is_head_too", [True, False])
+def test_tensors_with_a_prefix_are_named(convert, deep, tmp_path, prefix, is_head_too):
+    named = {prefix * (is_head_too or "." in name) + name: each for name, each in eagle3().items()}
+    folder = put(tmp_path / "theirs", named, **{KEY: len(SOME)})
+    words = f"{prefix}fc.weight is torch.float16 [32, 96]; the file must have fc.weight: remove '{prefix}' from"
+    refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "eagle3")
+
+
+HARMLESS = {  # in published files, and saying nothing that changes what a draft computes
+    "auto_map": {"AutoModel": "x.Y"},
+    "eagle_config": {"use_aux_hidden_state": True, "next_layer_regular": True, "parallel_draft_step": 1},
+    "num_beams": 4,
+    "num_hidden_layers": 40,  # of EAGLE's own files of a 13B target, whose config they copy
+    "parallel_drafting": False,
+    "target_model_type": "llama",
+    "sliding_window": 512,
+    "use_sliding_window": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def test_keys_that_change_nothing_are_not_refused(convert, deep, tmp_path):
+    for number, keys in enumerate(({}, *({key: value} for key, value in HARMLESS.items()), HARMLESS)):
+        folder = put(tmp_path / f"theirs-{number}", eagle3(), **{KEY: len(SOME)} | keys)
+        convert(folder, tmp_path / f"ours-{number}", "--input_format", "eagle3")
+        assert load_draft(tmp_path / f"ours-{number}").config == load_draft(tmp_path / "ours-0").config
 
 
 @pytest.mark.parametrize(
@@ -130,7 +220,10 @@ def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, chan
     folder = write(tmp_path / "theirs", name, deep, "bin", **changes)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: folder)
     for source in (folder, "owner/draft"):
-        with pytest.raises(ValueError, match=f"poss convert {source} DRAFT --input_format {found} --target TARGET"):
+        with pytest.raises(
+            ValueError,
+            match=rf"json has \w+\).* poss convert {source} DRAFT --input_format {found} --targ",
+        ):
             load_draft(source)
 
 

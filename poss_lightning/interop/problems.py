@@ -1,0 +1,54 @@
+"""What is wrong in the files of a published draft, as data: `poss convert` refuses it, `poss doctor` reads on."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong in a draft's files.
+
+    Attributes:
+        key: of config.json, or the name of a tensor.
+        value: what the file has there: a value, or a tensor.
+        allowed: what would be right, in words.
+        repair: how the file is read nevertheless; "" where it cannot be.
+        place: the file of the key; "" for tensors.
+    """
+
+    key: str
+    value: Any
+    allowed: str
+    repair: str = ""
+    place: str = "config.json: "
+
+    def __str__(self) -> str:
+        shape = f"{self.value.dtype} {[*self.value.shape]}" if isinstance(self.value, Tensor) else repr(self.value)
+        shape = "missing" if self.value is None and not self.place else shape
+        return f"{self.place}{self.key} is {shape}; {self.allowed}"
+
+
+class ForeignDraft(ValueError):
+    """A draft whose sizes are of a different target."""
+
+
+class Checks:
+    """Collects the problems of a draft's files while they are read."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def expect(self, holds: bool, key: str, value: Any, allowed: str, repair: str = "") -> bool:
+        """Return whether a key of config.json is right; ValueError if it is not, and has no repair."""
+        return holds or self.add(Problem(key, value, allowed, repair))
+
+    def tensor(self, holds: bool, name: str, value: Tensor | None, allowed: str, repair: str = "") -> bool:
+        """Return whether a tensor is right; ValueError if it is not, and has no repair."""
+        return holds or self.add(Problem(name, value, allowed, repair, place=""))
+
+    def add(self, problem: Problem) -> bool:
+        """Note a problem that has a repair; ValueError for others."""
+        if not problem.repair:
+            raise ValueError(problem)
+        self.problems.append(problem)
+        return False
