@@ -13,6 +13,7 @@ from poss_lightning.training.fit import compose
 from poss_lightning.training.module import SpecialistTraining
 from tests.support import naive
 from tests.support.tiny import spread, tiny_target
+from tests.support.tolerance import LAYER, close
 
 # Weights of the feature, token and top-k loss; passes; weight of a pass relative to the one before; what the mean is
 # over. docs/METHOD.md, 12, says where they were read, and which depths are ours.
@@ -58,4 +59,5 @@ def test_a_file_trains_with_the_published_loss(name, inner):
         sums = naive.pass_losses({"token": weights[1]}, predictions, features, counts, head, draft_head=own_head)
     divisor = slots if mean == "slots" else sum(len(sample.tokens) for sample in samples)
     assert draft.config.depth == depth == len(sums)
-    torch.testing.assert_close(ours, (gamma ** torch.arange(depth) * sums / divisor).sum().to(ours), rtol=1e-5, atol=0)
+    total = (gamma ** torch.arange(depth) * sums / divisor).sum()
+    assert close(ours, total, terms=len(head), sums=LAYER * depth)
