@@ -47,8 +47,9 @@ demo: setup  ## train HASS and PosS-2 from random weights, benchmark all drafts,
 test: setup  ## test every law with a small case, on all cores: 5 to 11 minutes on two
 	$(TESTS)
 
-test-all: setup  ## run every test except those in vLLM: also grids, signals, stand-ins, the embedded model
+test-all: setup  ## run every test except those in vLLM; those that multiply also as CPUs of lower levels do
 	$(TESTS) -m 'not vllm'
+	$(BIN)/python -m tests.support.levels
 
 test-vllm: $(SERVER)/.installed  ## run the tests in vLLM, in its own environment (.venv-vllm); ARGS='-k speed'
 	POSS_DEVICE=auto OMP_NUM_THREADS=$$(nproc) $(SERVER)/bin/python -m pytest -q -m vllm tests/serving $(ARGS)

@@ -30,6 +30,7 @@ from poss_lightning.sweep import Cell, Sweep, _share, sweep
 from poss_lightning.training import fit as training
 from poss_lightning.work import Work
 from tests.support import writers
+from tests.support.processes import SECONDS
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft, tiny_target
 
@@ -413,7 +414,7 @@ def test_a_sweep_of_two_processes_that_a_signal_stopped_resumes_by_the_same_comm
 
 
 def wait_until(condition) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)

@@ -1,5 +1,6 @@
 """Slow work is announced until it is done; errors that a user can fix are one line."""
 
+import re
 from logging.handlers import QueueHandler
 from queue import SimpleQueue
 from threading import active_count
@@ -23,7 +24,7 @@ def test_slow_work_is_announced_until_it_is_done(monkeypatch, caplog):
     monkeypatch.setattr(terminal, "FIRST", 0.001)
     monkeypatch.setattr(terminal, "NEXT", 0.001)
     with pytest.raises(KeyError), announced("waiting"):
-        assert [said.get(timeout=60).message for _ in range(2)] == ["waiting: 0 s"] * 2
+        assert all(re.fullmatch(r"waiting: \d+ s", said.get().message) for _ in range(2))
         raise KeyError
     assert active_count() <= threads
 

@@ -29,6 +29,7 @@ from poss_lightning.training.module import SpecialistTraining
 from tests.support.documents import ROOT, commands, shell
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target, write_target
+from tests.support.tolerance import close
 
 State = dict[str, Tensor]
 HEALTHY = [  # family of the target, kind, how it has learnt, formats that its copies are written in and read as
@@ -254,7 +255,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
     rounds = replay_rounds(draft, deep.embed_head, samples, Plan(3, 4, 1))
     accepted = [count for own in rounds for answer in own for count in answer]
     tau = replayed(reading, texts.samples()).tau().values[0]
-    assert tau == pytest.approx(1 + sum(accepted) / len(accepted), rel=1e-12)
+    assert close(tau, 1 + sum(accepted) / len(accepted))
 
 
 def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_folder, tmp_path):
@@ -270,7 +271,7 @@ def test_the_worked_example_of_the_page_runs(learnt, examine, convert, deep_fold
     fixed, healthy = (load_draft(each) for each in (tmp_path / "fixed", learnt("eagle3")))
     assert fixed.config.aux_layers == healthy.config.aux_layers
     state, own = fixed.state_dict(), healthy.state_dict()
-    assert torch.allclose(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
+    assert close(state.pop("fc.weight") * state.pop("scale"), own.pop("fc.weight") * own.pop("scale"))
     assert all(torch.equal(value, own[name]) for name, value in state.items())
 
 

@@ -13,6 +13,7 @@ from poss_lightning.target.model import Target
 from tests.support.stores import SIZES, contents, make_conversations
 from tests.support.templates import MISTRAL
 from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tolerance import LAYER, close
 
 
 def test_a_store_has_shards_of_bounded_size_and_no_other_files(finished):
@@ -34,7 +35,7 @@ def test_samples_are_the_target_reading_each_alone(finished, target):
         assert sample.tokens.tolist() == tokens
         assert sample.spans == [(start, min(stop, 60)) for start, stop in rendered.spans if start < 60]
         features = target.text_features(torch.tensor([tokens]))[0]
-        torch.testing.assert_close(sample.features, features, rtol=1e-4, atol=1e-4)
+        assert close(sample.features, features, sums=2 * LAYER)
         logits = target.model(torch.tensor([tokens])).logits[0]
         for t, greedy in enumerate(sample.greedy.tolist()):
             followed = any(start <= t + 1 < stop for start, stop in sample.spans)  # by an assistant's token

@@ -5,7 +5,6 @@ import pickle
 
 import lightning
 import pytest
-import torch
 
 from poss_lightning.extract import extract
 from poss_lightning.features.datamodule import FeatureData
@@ -13,6 +12,7 @@ from poss_lightning.training.module import SpecialistTraining
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
 from tests.support.tiny import tiny_target
+from tests.support.tolerance import LAYER, close, tolerance_of_adamw
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,13 @@ def test_online_features_train_as_those_of_a_store(both, kind):
     for ours, theirs in zip(expected, found, strict=True):
         assert ours.tokens.equal(theirs.tokens) and ours.counts.equal(theirs.counts)
         for a, b in ((ours.features, theirs.features), (ours.draft_input, theirs.draft_input)):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert close(a, b, sums=8 * LAYER)
         known = ours.counts[:, :-1] > 0  # where a guess is judged
         assert ours.greedy[:, 1:][known].equal(theirs.greedy[:, 1:][known]) and (ours.greedy[:, 1:][known] >= 0).all()
     assert online.draft.vocabulary.equal(stored.draft.vocabulary)
+    near = tolerance_of_adamw(sums=3 * 3 * LAYER) * 3 * 1e-3  # of three steps at that rate
     for a, b in zip(stored.draft.parameters(), online.draft.parameters(), strict=True):
-        assert (a - b).norm() <= 1e-4 * b.norm()
+        assert (a - b).norm() <= near * b.numel() ** 0.5
 
 
 def test_a_pickled_source_has_no_target(both):

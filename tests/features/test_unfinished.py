@@ -138,7 +138,7 @@ def test_clearing_the_work_does_not_hurt_a_process_that_waits_for_its_lock(tmp_p
             waiting = thread.submit(wait)
             time.sleep(0.1)
             shutil.rmtree(tmp_path / UNFINISHED)
-        assert waiting.result(timeout=5)
+        assert waiting.result()
 
 
 @pytest.mark.parametrize(("count", "world"), [(7, 3), (3, 5)])

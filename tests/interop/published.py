@@ -9,6 +9,7 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.target.model import Target
 from tests.support import naive
 from tests.support.layouts import SHAPES, VOCABULARY, D, read, stated
+from tests.support.tolerance import LAYER, close
 
 FUSED = [2, 4, 5]  # layers of the target
 SOME = torch.arange(1, VOCABULARY, 3)  # a smaller vocabulary
@@ -61,4 +62,4 @@ def agree(folder: Path, draft: Specialists, target: Target, config: dict | None 
         embed_head, features = target.embed_head.restrict(draft.vocabulary), ours
         ours = torch.full_like(expected, -torch.inf)  # (K, V)
         ours[:, draft.token_ids(torch.arange(len(embed_head.head)))] = draft.logits(features, embed_head)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert close(ours, expected, sums=DEPTH * LAYER)

@@ -1,9 +1,11 @@
 """Measures and intervals: compared with loops from the definitions, with scipy, and with known truths."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
 from benchmarks import coverage
@@ -11,6 +13,9 @@ from poss_lightning.reports.measures import sum_by_prompt
 from poss_lightning.reports.statistics import Jackknife, Mean, compare_means, crossed_error, detectable, holm, mean_over
 from poss_lightning.reports.summary import split_methods
 from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
+from tests.support.tolerance import close
+
+near = partial(close, dtype=torch.float32)  # half the digits: of means that are alike, and quantiles found by iteration
 
 
 def naive_measures(records, method):
@@ -37,7 +42,7 @@ def test_an_interval_is_the_jackknife_prompt_by_prompt(measure):
     change = np.exp if measure == "tokens_per_second" else float
     found = rows_of(records)["eagle"].values[measure]
     expected = [change(x) for x in (value, value - half, value + half)]
-    assert (found.value, found.low, found.high) == pytest.approx(expected)
+    assert near((found.value, found.low, found.high), expected)
 
 
 def naive_crossed(effects):
@@ -58,7 +63,7 @@ def test_the_crossed_error_is_the_textbooks():
     draw = np.random.default_rng(0)
     for shape in 20 * [(2, 2), (5, 3), (4, 30)]:
         effects = draw.normal(size=shape) + draw.normal(size=shape[0])[:, None] + draw.normal(size=shape[1])
-        assert crossed_error(effects) == pytest.approx(naive_crossed(effects))
+        assert near(crossed_error(effects), naive_crossed(effects))
 
 
 def prompt_means(records, method):
@@ -71,7 +76,7 @@ def test_one_training_of_each_is_scipys_paired_t_test_over_prompts():
     rows = rows_of(records, reference="eagle")
     test = stats.ttest_rel(*(prompt_means(records, method) for method in ("poss-1", "eagle")))
     gain, ends = rows["poss-1"].gains["tau_macro"], test.confidence_interval()
-    assert (gain.p, gain.low, gain.high) == pytest.approx((test.pvalue, ends.low, ends.high))
+    assert near((gain.p, gain.low, gain.high), (test.pvalue, ends.low, ends.high))
     assert not rows["generate"].gains  # so nothing is corrected for it
     assert rows_of(records, reference="generate")["poss-1"].gains["tokens_per_second"].p < 0.05
 
@@ -83,12 +88,12 @@ def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
     means = {cell: prompt_means(records, cell[0]) for cell, records in cells.items()}
     effects = np.array([means["poss-1", seed] - means["eagle", seed] for seed in range(3)])
     error, freedom = naive_crossed(effects)
-    assert gains["tau_macro"].value == pytest.approx(effects.mean())
-    assert gains["tau_macro"].p == pytest.approx(2 * stats.t.sf(effects.mean() / error, freedom))
-    assert gains["tau_macro"].detectable == pytest.approx(detectable(error, freedom))
+    assert near(gains["tau_macro"].value, effects.mean())
+    assert near(gains["tau_macro"].p, 2 * stats.t.sf(effects.mean() / error, freedom))
+    assert near(gains["tau_macro"].detectable, detectable(error, freedom))
     geometric = [stats.gmean([*rows[method].trainings["speed_up"].values()]) for method in ("poss-1", "eagle")]
-    assert rows["poss-1"].values["speed_up"].value == pytest.approx(geometric[0])
-    assert gains["speed_up"].value == pytest.approx(geometric[0] / geometric[1])
+    assert near(rows["poss-1"].values["speed_up"].value, geometric[0])
+    assert near(gains["speed_up"].value, geometric[0] / geometric[1])
 
 
 def naive_holm(p):
@@ -100,7 +105,7 @@ def test_holm_equals_its_definition():
     draw = np.random.default_rng(0)
     for count in 20 * [1, 2, 3, 6]:
         p = [float(each) for each in draw.integers(0, 12, count) / 20]  # some are equal
-        assert holm(p) == pytest.approx(naive_holm(p))
+        assert near(holm(p), naive_holm(p))
         assert holm([*p, math.nan])[:-1] == holm(p) and math.isnan(holm([*p, math.nan])[-1])
 
 
@@ -110,7 +115,7 @@ def test_tau_is_one_plus_the_products_of_pos_acc(depth):
         if row.rounds:
             shares = np.nan_to_num([share.value for share in row.pos_acc])
             assert len(shares) == depth
-            assert row.values["tau_micro"].value == pytest.approx(1 + np.cumprod(shares).sum())
+            assert near(row.values["tau_micro"].value, 1 + np.cumprod(shares).sum())
 
 
 def test_intervals_of_shares_stay_between_0_and_1():
@@ -159,9 +164,9 @@ def test_the_detectable_effect_is_found_in_four_of_five_cases_and_no_effect_rare
         errors = gains.std(0, ddof=1) / math.sqrt(5)
         held = compare_means({str(k): Mean(gains[:, k].mean(), errors[k], 4) for k in range(5)})
         found.append([one.p < 0.05 for one in held.values()])
-    assert np.mean(found, 0)[0] == pytest.approx(0.8, abs=0.03)
+    assert abs(np.mean(found, 0)[0] - 0.8) < 4 * (0.8 * 0.2 / 2000) ** 0.5
     assert np.any(found, 1).mean() <= 0.86 and np.mean(np.array(found)[:, 1:].any(1)) < 0.06
-    assert detectable(1.0, 1e6) == pytest.approx(stats.norm.ppf(0.975) + stats.norm.ppf(0.8), abs=1e-4)
+    assert near(detectable(1.0, 1e6), stats.norm.ppf(0.975) + stats.norm.ppf(0.8))
 
 
 def test_without_any_spread_only_equality_is_certain():

@@ -1,10 +1,12 @@
 """Summaries of methods: which prompts and seeds count, and what cannot be compared."""
 
 import pytest
+import torch
 
 from poss_lightning.evaluation.rounds import read_rounds, write_rounds
 from poss_lightning.reports.summary import split_methods, split_trainings, summarise
 from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
+from tests.support.tolerance import close
 
 RECORDS = make_rows()
 
@@ -34,7 +36,8 @@ def test_prompts_without_rounds_add_no_certainty(seeds):
     found, expected = over_seeds(cells)["poss-1"], over_seeds(asked)["poss-1"]
     for measure in ("tau_macro", "tau_micro", "pos_acc_2"):
         for own, other in ((found.values, expected.values), (found.gains, expected.gains)):
-            assert (own[measure].low, own[measure].high) == pytest.approx((other[measure].low, other[measure].high))
+            bounds = ((one[measure].low, one[measure].high) for one in (own, other))
+            assert close(*map(list, bounds), dtype=torch.float32)  # half the digits: of means that are alike
 
 
 def test_only_shared_seeds_are_paired():

@@ -20,6 +20,7 @@ from tests.support.engines import NaiveEngine
 from tests.support.families import FAMILIES, SIZE
 from tests.support.stores import SIZES, contents, make_conversations
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tolerance import LAYER, close
 
 TEXTS = [[5, 7, 9], list(range(3, 40)), [8]]
 
@@ -39,7 +40,7 @@ def test_features_and_layers_are_those_of_the_target(tmp_path, name):
     theirs = engine_reader(target, layers, folder=tmp_path, seconds=0.1).read(TEXTS)
     ours = TargetReader(target, layers).read(TEXTS)
     for their, our in zip(theirs, ours, strict=True):
-        torch.testing.assert_close(their, our, rtol=1e-4, atol=1e-4)
+        assert close(their, our, sums=3 * LAYER)
     assert not list(tmp_path.iterdir())  # the files are gone
 
 
@@ -53,12 +54,11 @@ def test_the_store_is_that_of_the_target(tmp_path, dtype, stored):
     ours, theirs = FeatureStore(tmp_path / "ours"), FeatureStore(tmp_path / "theirs")
     assert contents(ours.folders[0]).keys() == contents(theirs.folders[0]).keys()
     assert (theirs.ids, theirs.layers, theirs.target) == (ours.ids, (3, 1), ours.target)
-    tolerance = 0.1 if stored == "float8" else 1e-5  # a step of e4m3, where rounding falls the other way
+    rounding = {"exact": {"sums": 4 * LAYER}, "float8": {"dtype": torch.float8_e4m3fn}}[stored]
     for our, their in zip((ours[i] for i in range(len(ours))), (theirs[i] for i in range(len(theirs))), strict=True):
         assert their.tokens.equal(our.tokens) and their.spans == our.spans
         assert dtype == torch.bfloat16 or their.greedy.equal(our.greedy)
-        for a, b in ((their.features, our.features), (their.layers, our.layers)):
-            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        assert close(their.features, our.features, **rounding) and close(their.layers, our.layers, **rounding)
 
 
 @pytest.mark.parametrize(

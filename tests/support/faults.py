@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.command import Result, run_in
+from tests.support.processes import SECONDS
 
-SECONDS = 120  # that a command of tiny sizes may take, even on a busy machine
 KILLED = 137
 CREATES = ("open", "append", "os.mkdir", "os.link", "os.symlink")  # operations that need space
 CHANGES = (*CREATES, "os.rename", "os.remove", "os.rmdir", "os.chmod", "os.truncate")

@@ -16,7 +16,7 @@ from torch.multiprocessing import start_processes
 
 multiprocessing.set_forkserver_preload(["poss_lightning.cli", "poss_lightning.training.module"])
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed; see `make setup`")
-SECONDS = 600  # until all have ended, even on a busy machine
+SECONDS = 600  # after which what still runs is taken to hang, even on a busy machine
 
 
 def forked(world: int, work: Callable[..., None], *given: object) -> None:

@@ -80,8 +80,9 @@ def tiny_draft(
 
 def spread(draft: Specialists, norms: bool = False) -> None:
     """Draw matrices, and norms too, that are so far apart that every specialist matters."""
+    std = 0.15 * (SIZE["hidden_size"] / draft.config.target.hidden_size) ** 0.5  # at any width softmax leaves a choice
     for parameter in draft.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.15)
+            torch.nn.init.normal_(parameter, std=std)
         elif norms:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)

@@ -24,6 +24,7 @@ from poss_lightning.target.generation import PlainLoop, prefill
 from poss_lightning.target.model import Target, causal_ancestors
 from tests.support.stores import SIZES
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
+from tests.support.tolerance import LAYER, close
 
 
 def test_inner_layers_are_the_hidden_states_of_transformers():
@@ -32,7 +33,7 @@ def test_inner_layers_are_the_hidden_states_of_transformers():
     hooks = sum(len(module._forward_hooks) for module in target.model.modules())  # transformers leaves its own
     features, inner = target.text_layers(tokens, (3, 1))
     for found, layer in ((features, 4), (inner[:, :, 0], 3), (inner[:, :, 1], 1)):
-        torch.testing.assert_close(found, expected[layer])
+        assert close(found, expected[layer], sums=layer * LAYER)
     assert sum(len(module._forward_hooks) for module in target.model.modules()) == hooks
 
 
@@ -42,7 +43,8 @@ def test_heads_in_groups_attend_as_repeated_ones(heads, shared, nodes):
     query, key, value = (torch.randn(2, n, m, 8) for n, m in ((heads, nodes), (shared, 200), (shared, 200)))
     mask = torch.rand(2, 1, nodes, 200) > 0.5
     expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)[0]
-    torch.testing.assert_close(grouped_attention._attend(module, query, key, value, mask, scaling=0.3)[0], expected)
+    found = grouped_attention._attend(module, query, key, value, mask, scaling=0.3)[0]
+    assert close(found, expected, terms=200, sums=3)
 
 
 @pytest.mark.parametrize("layers", [(), (3, 1)], ids=str)
@@ -63,7 +65,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, mo
         read, after = features.split([len(prompt), 2])
         read_layers = inner[: len(prompt)].flatten(1) if layers else read
         found = last[row], draft_input[row, : len(prompt)], following[row]
-        torch.testing.assert_close(found, (read[-1], read_layers, after), rtol=1e-4, atol=1e-5)
+        assert close(found, (read[-1], read_layers, after), sums=4 * LAYER)
 
 
 def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
