@@ -22,7 +22,7 @@ class PositionAcceptance(Metric):
         >>> acceptance.compute()  # of 4 rounds 3 accepted position 1, of these 2 position 2, ...
         tensor([0.7500, 0.6667, 1.0000])
 
-    compute() is (K,), nan where no round reached a position.
+    compute() is (K,): 0 where no round reached a position, so that a mean over positions has all K; nan of no round.
 
     Args:
         depth: K.
@@ -47,7 +47,7 @@ class PositionAcceptance(Metric):
         self.passed += (accepted[:, None] >= positions).sum(0)
 
     def compute(self) -> Tensor:
-        return self.passed / self.reached
+        return self.passed / self.reached.clamp(min=1) / (self.reached[0] > 0)
 
 
 class UnrollAcceptance(PositionAcceptance):

@@ -235,7 +235,6 @@ def _drop_false_alarms() -> None:
     for words in (
         "LightningCLI's args parameter",  # here it is the command line, or made of options
         "`isinstance.treespec, LeafSpec",  # between Lightning and torch
-        ".*use `self.log.*sync_dist=True",  # metrics sum by themselves
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
     ):
         warnings.filterwarnings("ignore", words)

@@ -21,10 +21,9 @@ from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers
+from poss_lightning.training.checks import check_precision, check_target, check_trainer
 from poss_lightning.training.optimizers import (
     NormGuard,
-    check_precision,
-    check_trainer,
     make_optimizer,
     restore_fused,
     schedule_rate,
@@ -125,7 +124,13 @@ class SpecialistTraining(lightning.LightningModule):
     # --- setup ---
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        """`Replay`, which logs `val/tau_tree`, unless the trainer has one."""
+        """`Replay`, which logs `val/tau_tree`, unless the trainer has one.
+
+        Raises:
+            ValueError: the trainer has what `check_trainer` refuses, before a callback has changed anything.
+        """
+        if self.trainer.state.fn == "fit":
+            check_trainer(self.trainer, self.hparams["optimizer"])
         replay = resolve_name(REPLAY)
         given = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
         return [] if given else [replay()]
@@ -134,10 +139,12 @@ class SpecialistTraining(lightning.LightningModule):
         """Cast embedding and head to the dtype of the computation.
 
         Raises:
-            ValueError: attention cannot be compiled for this GPU, or the precision is of 16 bits alone.
+            ValueError: attention cannot be compiled for this GPU, the data are of a different target, or the precision
+                is of 16 bits alone.
         """
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
+        check_target(self.draft.config.target, getattr(self.trainer, "datamodule", None))
         check_precision(precision := self.trainer.precision)
         if precision in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
@@ -147,7 +154,6 @@ class SpecialistTraining(lightning.LightningModule):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
             if "validation" in data.other_stores:
                 self._warn_of_training(data.validation_source, data.held_out)
-        check_trainer(self.hparams["optimizer"], self.trainer)
 
     def on_train_start(self) -> None:
         continue_schedule(self.trainer, self.hparams["learning_rate"])
@@ -239,7 +245,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         losses, means = self.val_metrics.compute()
-        self.log(f"{self.stage}/loss", self._sum_passes(losses[: self.draft.config.depth]), prog_bar=True)
+        self.log_shared(f"{self.stage}/loss", self._sum_passes(losses[: self.draft.config.depth]), prog_bar=True)
         for name, values in means.items():
             self.log_by_depth(f"{self.stage}_{name}", values)
         self.val_metrics.reset()
@@ -295,8 +301,18 @@ class SpecialistTraining(lightning.LightningModule):
         return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
-        """Log values (K,) but nan as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`."""
+        """Log values (K,) as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`.
+
+        A depth without any slot, as no answer is that long, is nan. It is neither logged nor part of the mean, in no
+        validation of a training.
+        """
         values = values.cpu()
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
         named["mean"] = values.nanmean()
-        self.log_dict({f"{name}/{place}": value for place, value in named.items() if not value.isnan()})
+        for place, value in named.items():
+            if not value.isnan():
+                self.log_shared(f"{name}/{place}", value)
+
+    def log_shared(self, name: str, value: Tensor, **options: Any) -> None:
+        """Log a value that all processes have alike, which Lightning need not average."""
+        self.log(name, value, sync_dist=True, rank_zero_only=True, **options)

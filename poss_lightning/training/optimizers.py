@@ -7,8 +7,6 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -45,32 +43,6 @@ def restore_fused(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> 
     """Let AdamW resume with the kernel of this device, not of the checkpoint's."""
     for group in (group for each in checkpoint["optimizer_states"] for group in each["param_groups"]):
         group["fused"] = runs_fused(trainer) or None
-
-
-def check_trainer(optimizer: str, trainer: lightning.Trainer) -> None:
-    """Raise ValueError for a strategy or a callback with which a draft, or this optimizer, cannot train."""
-    if optimizer == "muon" and isinstance(trainer.strategy, DeepSpeed):
-        raise ValueError(UNDIVIDED)
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DeepSpeed) and type(trainer.strategy) is not DDPStrategy:
-        raise ValueError(
-            f"trainer.strategy is {type(trainer.strategy).__name__}, whose weights and gradients are not checked, nor "
-            "written as one file: take ddp, or poss_lightning.training.strategies.DeepSpeed as conf/trainer/zero2.yaml"
-        )
-    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(callback, WeightAveraging):
-            raise ValueError(
-                f"trainer.callbacks has {type(callback).__name__}: it would validate averaged weights, but draft "
-                "folders would have the weights before averaging: leave it out"
-            )
-
-
-def check_precision(precision: str) -> None:
-    """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits, or scales the loss."""
-    if precision in ("bf16-true", "16-true", "16-mixed"):
-        reason = "the first steps overflow by design, and a gradient that is not finite stops the training"
-        if precision != "16-mixed":
-            reason = "small steps of the weights, and the sums of a validation, are rounded away"
-        raise ValueError(f"trainer.precision is {precision}, in which {reason}: take bf16-mixed or 32-true")
 
 
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:

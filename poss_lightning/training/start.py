@@ -168,9 +168,12 @@ def check_same_optimizer(checkpoint: dict[str, Any], options: Mapping[str, Any])
 
 
 def continue_schedule(trainer: lightning.Trainer, maximum: float) -> None:
-    """Set the rate of a resumed training to the one of its schedule, whose maximum or last step may have changed."""
+    """Set the rate to that of its schedule, whose maximum or last step may have changed since that was made or saved.
+
+    As in a training that resumes, or by Lightning's `LearningRateFinder`.
+    """
     for schedule in (each.scheduler for each in trainer.lr_scheduler_configs):
-        if not trainer.ckpt_path or not isinstance(schedule, LambdaLR):
+        if not isinstance(schedule, LambdaLR):
             continue
         step, before = schedule.last_epoch, schedule.get_last_lr()
         schedule.base_lrs = [maximum] * len(before)

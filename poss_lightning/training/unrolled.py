@@ -113,7 +113,8 @@ class ValidationMetrics(nn.Module):
         return sums[0] / slots.clamp(min=1) / (slots[0] > 0), means
 
     def reset(self) -> None:
-        """Forget all batches."""
-        for metric in (self.losses, self.acceptance, self.drift):
-            if metric is not None:
-                metric.reset()
+        """Forget all batches; a fit that follows `Trainer.validate` could not add to tensors of inference mode."""
+        with torch.inference_mode(False):
+            for metric in (self.losses, self.acceptance, self.drift):
+                if metric is not None:
+                    metric.reset()

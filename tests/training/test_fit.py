@@ -11,13 +11,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 
 from poss_lightning.training.command import Training
 from poss_lightning.training.fit import command_line, fit, fit_once
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.optimizers import check_precision
 from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import unchanged
 
@@ -96,25 +93,6 @@ def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, 
     reached = torch.load("checkpoints/last.ckpt", weights_only=True)["global_step"]
     ends = "trainer.max_steps is 5, but trainer.max_epochs is 1, which ends this training at step 3: give trainer."
     assert (said, reached) == (([f"{ends}max_epochs -1 for all steps"], 3) if epochs == 1 else ([], 5))
-
-
-def test_a_trainer_that_cannot_train_a_draft_is_refused(store):
-    for options, words in (
-        ({"strategy": FSDPStrategy()}, r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"),
-        ({"callbacks": [EMAWeightAveraging()]}, r"trainer\.callbacks has EMAWeightAveraging: .*: leave it out"),
-    ):
-        module = SpecialistTraining(store, allocation=[1])
-        module._trainer = SimpleNamespace(**{"strategy": DDPStrategy(), "callbacks": []} | options)
-        with pytest.raises(ValueError, match=words):
-            module.on_fit_start()
-
-
-def test_a_precision_that_loses_small_steps_or_overflows_is_refused(store, train):
-    """16-mixed, and with ZeRO, too: on a CPU Lightning takes bfloat16 instead."""
-    with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
-        train(SpecialistTraining(store, allocation=[1]), precision="16-true")
-    with pytest.raises(ValueError, match=r"trainer\.precision is 16-mixed, in which the first steps overflow"):
-        check_precision("16-mixed")
 
 
 @pytest.mark.parametrize("every", [2, 0])

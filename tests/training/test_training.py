@@ -193,7 +193,6 @@ def logged_values(module, batch) -> dict[str, float]:
     module._trainer = lightning.Trainer(accelerator="cpu", log_every_n_steps=1, **QUIET)
     module._trainer.strategy.optimizers = [torch.optim.SGD(module.draft.parameters())]
     module.log = lambda name, value, **_: logged.update({name: float(value)})
-    module.log_dict = lambda values, **_: logged.update({name: float(value) for name, value in values.items()})
     module.training_step(batch)
     module.validation_step(batch)
     module.on_validation_epoch_end()
