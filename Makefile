@@ -80,10 +80,9 @@ check: setup  ## lint; check formatting and types
 
 lab: setup  ## make what experiments/ reads: features of self-written text and of answers to the project's prompts
 	mkdir -p runs/lab
-	git show 55e6010:experiments/data/two-turns.jsonl.gz > runs/lab/two-turns.jsonl.gz
-	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz runs/lab/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
+	cat poss_lightning/corpus/data/smollm2-135m.jsonl.gz experiments/data/two-turns.jsonl.gz > runs/lab/corpus.jsonl.gz
 	$(BIN)/poss extract runs/lab/corpus.jsonl.gz runs/lab/train --batch_tokens 8192
-	git show 55e6010:experiments/data/varied.jsonl.gz | cat runs/lab/corpus.jsonl.gz - > runs/lab/everything.jsonl.gz
+	cat runs/lab/corpus.jsonl.gz experiments/data/varied.jsonl.gz > runs/lab/everything.jsonl.gz
 	$(BIN)/poss extract runs/lab/everything.jsonl.gz runs/lab/all --batch_tokens 8192
 	$(BIN)/poss extract experiments/data/dev.jsonl.gz runs/lab/dev --batch_tokens 8192
 

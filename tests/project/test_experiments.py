@@ -1,7 +1,7 @@
 """The committed experiments: their records are what their settings ask for, and of the drafts that are shipped."""
 
+import gzip
 import json
-import lzma
 import os
 import runpy
 import subprocess
@@ -48,9 +48,17 @@ def test_all_records_are_read_and_every_experiment_has_a_readme():
         assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in index
 
 
+def test_the_lab_is_made_from_files_of_a_checkout_without_history():
+    made = subprocess.run(["make", "-n", "lab"], cwd=EXPERIMENTS.parent, capture_output=True, text=True, check=True)
+    lines = [line for line in made.stdout.splitlines() if "runs/lab" in line]
+    read = [word for line in lines for word in line.split() if word.endswith(".jsonl.gz") and "runs/" not in word]
+    assert len(read) == 4 and all((EXPERIMENTS.parent / name).is_file() for name in read)
+    assert not any("git " in line for line in lines)
+
+
 def test_no_prompt_of_our_suites_is_in_the_training_text():
     asked = {turn for question in read_suites() for turn in question.turns}
-    with lzma.open(EXPERIMENTS / "data" / "varied.jsonl.xz", "rt", encoding="utf-8") as lines:
+    with gzip.open(EXPERIMENTS / "data" / "varied.jsonl.gz", "rt", encoding="utf-8") as lines:
         trained = {message["content"] for line in lines for message in json.loads(line)["messages"]}
     assert trained and not asked & trained
 
