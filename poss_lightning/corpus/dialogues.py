@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.draws import last_draws
+from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.chat import Chat

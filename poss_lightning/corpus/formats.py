@@ -1,30 +1,16 @@
 """The records of a source, by its content: JSON lines or an array, parquet, a folder or hub id of `datasets`."""
 
-import bz2
-import csv
 import gzip
-import io
 import json
 import logging
-import lzma
-import re
 import zlib
 from collections.abc import Iterator
+from io import BufferedIOBase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".csv", ".tsv")
-TABLES = {"csv": ",", "tsv": "\t"}  # by ending, as their content does not tell them
-PACKED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ": lzma.open, b"BZh": bz2.open}  # by how a file begins
-_ARROW = "an Arrow file: name the folder of its data set"
-REFUSED = {
-    b"PK\x03\x04": "a zip archive: unpack it",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd: unpack it",
-    b"ARROW1": _ARROW,
-    b"\xff\xff\xff\xff": _ARROW,  # a stream, as `datasets` writes it
-}
-_HUB_OPTIONS = ("config", "revision")
-_JSON = json.JSONDecoder(parse_constant=lambda name: None)  # NaN, pandas' empty cell, is null
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
 _SHOWN = 3  # reasons for leaving records out that a message spells out
 
 logger = logging.getLogger(__name__)
@@ -56,7 +42,7 @@ def records(source: str, split: str = "train") -> Iterator[tuple[int, object]]:
         return file_records(path)
     if path.name.endswith(ENDINGS):
         raise CorpusError(f"{source} is missing: there is no such file")
-    return enumerate(map(without_nulls, _rows(source, split)), 1)
+    return enumerate(_rows(source, split), 1)
 
 
 def stem(source: str) -> str:
@@ -76,20 +62,20 @@ def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
-def unused(name: str, used: dict[str, int]) -> str:
+def unique_name(name: str, used: dict[str, int]) -> str:
     """Return the name, with `#2`, `#3`, … if it is taken; `used` holds the last number of each name."""
-    found = name
-    while found in used:
+    free = name
+    while free in used:
         used[name] += 1
-        found = f"{name}#{used[name]}"
-    used[found] = 1
-    return found
+        free = f"{name}#{used[name]}"
+    used[free] = 1
+    return free
 
 
-def parse_line(line: bytes) -> object:
-    """Parse a line of JSON; Malformed if it is not JSON."""
+def parse_line(line: bytes) -> Any:
+    """Parse JSON, NaN as null, as pandas writes an empty cell; Malformed if it is not JSON."""
     try:
-        return json.loads(line, parse_constant=_JSON.parse_constant)
+        return json.loads(line, parse_constant=lambda name: None)
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 text ({error}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -97,67 +83,41 @@ def parse_line(line: bytes) -> object:
 
 
 def file_records(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield the records of a file as `records` does, whatever its name."""
+    """Yield the records of a file as `records` does, whatever its name.
+
+    The elements of a file that is one JSON array are its records, or the one object; otherwise each line is one.
+    """
     try:
         with path.open("rb") as file:
-            if file.read(4) == b"PAR1":
-                yield from enumerate(_parquet(path), 1)
-                return
-        if delimiter := TABLES.get(path.name.removesuffix(".gz").rpartition(".")[2]):
-            csv.field_size_limit(2**31 - 1)  # letters of a cell, which may hold a chat
-            text = (line.decode() for _, line in lines(path, blank=True))
-            yield from enumerate(csv.DictReader(text, delimiter=delimiter), 1)
+            begin = file.read(4)
+        if begin == b"PAR1":
+            yield from enumerate(_parquet(path), 1)
             return
-        elements = _elements(path)
-        yield from lines(path) if elements is None else enumerate(elements, 1)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError, UnicodeDecodeError, csv.Error) as error:
+        with gzip.open(path, "rb") if begin.startswith(b"\x1f\x8b") else path.open("rb") as file:
+            first, second = [*islice(filter(bytes.strip, file), 2), b"", b""][:2]
+            begin = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            if begin not in (b"{", b"[", b"") and not _is_json(first):
+                raise CorpusError(f"{path} is not JSON lines, a JSON array or parquet; only gzip may pack it")
+            file.seek(0)
+            yield from _lines(file) if second and _is_json(first) else _values(path, file, first)
+    except (OSError, EOFError, zlib.error) as error:
         raise CorpusError(f"{path} cannot be read to its end: {error}") from error
 
 
-def lines(path: Path, blank: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield number, from 1, and UTF-8 bytes of each line of a possibly compressed file; blank ones if `blank`.
-
-    Raises:
-        CorpusError: it is of a kind that is not read.
-    """
-    with path.open("rb") as packed:
-        begin = packed.read(6)
-    if kind := next((kind for magic, kind in REFUSED.items() if begin.startswith(magic)), None):
-        raise CorpusError(f"{path} is {kind}")
-    unpack = next((unpack for magic, unpack in PACKED.items() if begin.startswith(magic)), open)
-    with unpack(path, "rb") as file:
-        encoding = json.detect_encoding(file.read(4))
-        file.seek(0)
-        if encoding == "utf-8":  # as bytes, so that an error names the line that is not UTF-8
-            found: Iterator[bytes] = iter(file)
-        else:
-            found = (line.encode() for line in io.TextIOWrapper(file, encoding, newline="\n"))
-        yield from ((number, line) for number, line in enumerate(found, 1) if blank or line.strip())
+def _lines(file: BufferedIOBase) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
-def _elements(path: Path) -> list[Any] | None:
-    """Parse a file of one array or of multi-line values; None if its lines are records.
-
-    Raises:
-        CorpusError: it begins as an array or as a value of several lines, and is not JSON.
-    """
-    first = next((line for _, line in lines(path)), b"").lstrip()
-    is_array = first.startswith(b"[")
-    if not is_array and (not first.startswith(b"{") or _is_json(first)):
-        return None
-    text, end, found = "", 0, []
+def _values(path: Path, file: BufferedIOBase, first: bytes) -> Iterator[tuple[int, object]]:
+    """Yield the elements of a file of one value; or its lines, if the first is malformed."""
     try:
-        text = b"".join(line for _, line in lines(path)).decode(errors="surrogatepass")
-        while begin := re.compile(r"\S").search(text, end):
-            value, end = _JSON.raw_decode(text, begin.start())
-            found.append(value)
-    except (ValueError, RecursionError) as error:
-        if (is_array or "\n" in text[:end]) and not _is_json(first):
-            raise CorpusError(f"{path} is not JSON: {error}") from error
-        return None  # lines, of which the first is malformed
-    if is_array and len(found) == 1:
-        return found[0]
-    return None if is_array and _is_json(first) else found
+        found = parse_line(file.read() or b"[]")
+    except Malformed as error:
+        if first.lstrip().startswith(b"["):
+            raise CorpusError(f"{path} is {error}") from error
+        file.seek(0)
+        return _lines(file)
+    return enumerate(found if isinstance(found, list) else [found], 1)
 
 
 def _is_json(line: bytes) -> bool:
@@ -187,16 +147,23 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _rows(source: str, split: str) -> Any:
+def _rows(source: str, split: str) -> Iterator[object]:
+    """Yield the records of a data set: of JSON and parquet files those of the files, as a table would retype them."""
     import datasets  # takes a second, and files do without it
     from datasets.exceptions import DatasetsError
 
-    name, options = (source, {}) if Path(source).exists() else options_of(source, *_HUB_OPTIONS)
+    name, options = (source, {}) if Path(source).exists() else options_of(source, "config", "revision")
     try:
         if any((Path(name) / file).is_file() for file in ("dataset_dict.json", "dataset_info.json")):
             saved = datasets.load_from_disk(name)
-            return saved[split] if isinstance(saved, datasets.DatasetDict) else saved
-        return datasets.load_dataset(name, options.get("config"), split=split, revision=options.get("revision"))
+            return map(without_nulls, saved[split] if isinstance(saved, datasets.DatasetDict) else saved)
+        builder = datasets.load_dataset_builder(name, options.get("config"), revision=options.get("revision"))
+        files = (builder.config.data_files or {}).get(split)
+        if files and type(builder).__module__.endswith((".json", ".parquet")):
+            paths = map(Path, datasets.DownloadManager().download(list(files)))
+            return (record for path in paths for _, record in file_records(path))
+        rows = datasets.load_dataset(name, options.get("config"), split=split, revision=options.get("revision"))
+        return map(without_nulls, rows)
     except (OSError, ValueError, RuntimeError, LookupError, TypeError, DatasetsError) as error:
         fault = "a folder datasets cannot load" if Path(name).is_dir() else "no path here and no reachable hub id"
         raise CorpusError(f"{source} is {fault} (split {split!r}): {error.__cause__ or error}") from error

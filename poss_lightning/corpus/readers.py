@@ -3,16 +3,34 @@
 import hashlib
 import json
 import logging
+import re
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from poss_lightning.corpus.formats import CorpusError, Malformed, parse_line, records, report_left_out, stem, unused
-from poss_lightning.corpus.turns import filled, finish_of, read_message, refuse_half_pairs, unpacked
+from poss_lightning.corpus.formats import (
+    CorpusError,
+    Malformed,
+    parse_line,
+    records,
+    report_left_out,
+    stem,
+    unique_name,
+)
+from poss_lightning.corpus.turns import (
+    THOUGHT_FIELDS,
+    filled,
+    finish_of,
+    has_words,
+    read_message,
+    refuse_half_pairs,
+    unpacked,
+)
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.target.template import THOUGHTS, Message
+from poss_lightning.target.template import Message
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +41,7 @@ _ANSWERED = ("output", "response", "completion", "generation", "generated_soluti
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 IDS = ("id", "conversation_id", "question_id", "prompt_id")
 _SWITCHES = ("on", "off", "true", "false", "yes", "no", "none", "low", "medium", "high")  # of thinking, no thoughts
+_THOUGHTS = re.compile("think|thought|reasoning|chain_of|^cot|cot$|rationale|scratchpad", re.IGNORECASE)
 _ENDED = {"tokens", "weight", "finish_reason"}  # fields of an answer that a later call does not continue
 
 
@@ -69,17 +88,17 @@ def read_conversations(
     """
     conversations: list[Conversation] = []
     used: dict[str, int] = {}
-    faults, skipped = [], 0
+    faults, skipped, kind = [], 0, "line" if Path(source).is_file() else "record"
     for number, raw in tqdm(records(source, split), desc=f"read {source}", unit="record", delay=5, leave=False):
         try:
             conversation = _conversation(raw, f"{stem(source)}:{number}")
         except Malformed as error:
-            faults.append(f"{'line' if isinstance(raw, bytes) else 'record'} {number}: {error}")
+            faults.append(f"{kind if isinstance(raw, bytes) else 'record'} {number}: {error}")
             continue
         if conversation is None:
             skipped += 1
             continue
-        conversations.append(replace(conversation, id=unused(conversation.id, used)))
+        conversations.append(replace(conversation, id=unique_name(conversation.id, used)))
         if len(conversations) == limit:
             break
     report_left_out(f"{source}: {{}} malformed", faults, len(conversations) + len(faults) + skipped, strict)
@@ -159,12 +178,14 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     """Return the turns of a record and the name of their field."""
     key, turns = chat_of(record)
     if key:
+        _refuse_thoughts(record)
         return turns, key
     asked, question = question_of(record)
     answered = filled(record, *_ANSWERED)
     if asked and answered:
-        thoughts = {key: record[key] for key in THOUGHTS if isinstance(record.get(key), str | list)}
+        thoughts = {key: record[key] for key in THOUGHT_FIELDS if isinstance(record.get(key), str | list)}
         beside = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
+        _refuse_thoughts(record, *THOUGHT_FIELDS)
         answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **beside}]
         question = as_chat(question) or [{"role": "user", "content": question}]
         if read_message(question[-1], asked)["role"] == "assistant":
@@ -174,6 +195,13 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
         return [], "messages"  # empty
     has = ", ".join(map(repr, record)) or "nothing"
     raise Malformed(f"neither 'messages' nor 'conversations', nor a question with its answer: it has {has}")
+
+
+def _refuse_thoughts(record: dict[str, Any], *read: str) -> None:
+    """Raise Malformed for thoughts in a field of a record that is not read: they would be left out."""
+    for key in record.keys() - {*read}:
+        if _THOUGHTS.search(key) and has_words(record[key]):
+            raise Malformed(f"it has {key!r} beside the answer: give thoughts as its 'reasoning_content', or remove it")
 
 
 def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:

@@ -1,11 +1,12 @@
 """A turn of a chat, in the forms that people have, as chat templates take it."""
 
 import json
+import re
 from contextlib import suppress
 from typing import Any
 
-from poss_lightning.corpus.draws import Draw
 from poss_lightning.corpus.formats import Malformed
+from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.target.template import THOUGHTS, Message, thinking
 
 _CALL = "tool call"
@@ -25,6 +26,19 @@ _YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
 _CALL_FIELDS = ("tool_calls", "function_call", "function_calls")  # fields of an assistant's turn
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
+THOUGHT_FIELDS = (*THOUGHTS, "thoughts", "thought", "reasoning_text", "reasoning_details", "thinking_blocks")
+# Types of the parts of a content, in the order in which a message can hold them. What has another type is refused.
+_PARTS = {
+    **dict.fromkeys(("thinking", "thought", "reasoning", "reasoning_text", "reasoning.text"), "thoughts"),
+    **dict.fromkeys(("text", "input_text", "output_text"), "content"),
+    **dict.fromkeys(("tool_use", "tool_call", "function_call"), "calls"),
+}
+_READ = {"role", "from", "content", "value", "name", "tokens", "drawn", "finish_reason", "stop_reason"}
+_READ |= {*_WEIGHTS, *_MASKS, *_CALL_FIELDS, *THOUGHT_FIELDS}
+# Fields that say how or when an answer was written, not what it says. Others that hold words are refused.
+_ABOUT = {"id", "type", "index", "call_id", "status", "state", "model", "author", "source", "metadata", "usage"}
+_ABOUT |= {"timestamp", "created_at", "date", "header", "country", "language", "lang", "logprobs", "annotations"}
+_ABOUT |= {"citations", "cache_control", "signature", "description", "labels", "tags", "feedback", "moderation"}
 
 
 def read_message(turn: object, where: str) -> Message:
@@ -35,7 +49,7 @@ def read_message(turn: object, where: str) -> Message:
     for one that is kept out of the loss.
 
     Raises:
-        Malformed: it is not a turn of a chat, or more than text.
+        Malformed: it is not a turn of a chat, or says something that a message does not hold.
     """
     if not isinstance(turn, dict):
         raise Malformed(f"{where} must be an object, not {type(turn).__name__}")
@@ -45,6 +59,13 @@ def read_message(turn: object, where: str) -> Message:
 def filled(record: dict[str, Any], *keys: str) -> str | None:
     """Return the first of these fields that is not empty in a record."""
     return next((key for key in keys if record.get(key)), None)
+
+
+def has_words(value: Any) -> bool:
+    """Return whether a value holds a text of several words, or of letters beyond ASCII, which may need no blanks."""
+    if isinstance(value, str):
+        return len(value.split()) > 1 or not value.isascii()
+    return any(map(has_words, value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()))
 
 
 def _role(turn: dict[str, Any], where: str) -> str:
@@ -68,27 +89,49 @@ def _message(turn: dict[str, Any], role: str, where: str) -> Message:
         return {"role": "assistant", "content": "", "tool_calls": _calls(calls, where)} | _weight(turn)
     if role == "tool" and not isinstance(value, str | list):  # a result that is no text
         value = json.dumps(value, ensure_ascii=False, default=str)
-    content = _text(value, where)
     named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
-    message: Message = {"role": role, "content": content} | named
     if role != "assistant":
-        return message
-    if called := filled(turn, *_CALL_FIELDS):
-        message["tool_calls"] = _calls(turn[called], where)
-    thought = filled(turn, *THOUGHTS, "thoughts", "thought")
-    if thought and "</think>" not in content:  # else the content has them already, as where it repeats them
-        said = _text(turn[thought], where, "thoughts")
-        message |= thinking(said) if said.strip() not in content else {}
+        return {"role": role, "content": _text(value, where)} | named
+    for key in turn.keys() - _READ - _ABOUT:
+        if has_words(turn[key]):
+            raise Malformed(f"{where} has {key!r}, which is not read: name thoughts 'reasoning_content', or remove it")
+    return {"role": role, **_answer(turn, value, where), **named, **finish_of(turn), **_weight(turn)}
+
+
+def _answer(turn: dict[str, Any], value: Any, where: str) -> Message:
+    """Read what an assistant says in the fields of a turn, and in the parts of its content."""
+    parts = _parts(value, where)
+    answer: Message = {"content": parts["content"]}
+    called = filled(turn, *_CALL_FIELDS)
+    if calls := parts["calls"] + (_calls(turn[called], where) if called else []):
+        answer["tool_calls"] = calls
+    fields = {key: _joined(turn[key], where, "thoughts") for key in THOUGHT_FIELDS if turn.get(key)}
+    answer |= _thoughts(parts["content"], {"content": parts["thoughts"]} | fields, where)
     if tokens := turn.get("tokens"):
         if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
             raise Malformed(f"{where}: 'tokens' must be a list of token ids")
-        message["tokens"] = tokens
+        answer["tokens"] = tokens
     if drawn := turn.get("drawn"):
         try:
-            message["drawn"] = Draw.of(drawn).values()
+            answer["drawn"] = Draw.of(drawn).values()
         except ValueError as error:
             raise Malformed(f"{where}: 'drawn' is wrong: {error}") from error
-    return message | finish_of(turn) | _weight(turn)
+    return answer
+
+
+def _thoughts(content: str, fields: dict[str, str], where: str) -> Message:
+    """Return the thoughts that some fields hold, unless the content has them, too; Malformed if they differ."""
+    by_text = {text.strip(): name for name, text in fields.items() if text.strip()}
+    names = list(by_text.values())
+    if len(names) > 1:
+        raise Malformed(f"{where} has different thoughts in {names[0]!r} and {names[1]!r}")
+    for text in by_text:
+        if content.strip() == text or re.search(rf"[>\]▷]\s*{re.escape(text)}", content):
+            return {}
+        if "</think>" in content:
+            raise Malformed(f"{where} has different thoughts in {names[0]!r} and in its content")
+        return thinking(text)
+    return {}
 
 
 def finish_of(said: dict[str, Any]) -> Message:
@@ -108,19 +151,51 @@ def _weight(turn: dict[str, Any]) -> Message:
     return {"weight": 0} if any((said[key] in _YES) == (key in _MASKS) for key in given) else {}
 
 
-def _text(content: Any, where: str, name: str = "content") -> str:
-    """Return a text, or the concatenated texts of its parts."""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in content]
-        if other := next((part for part in parts if not str(part.get("type", "text")).endswith("text")), None):
-            raise Malformed(f"{where} has a part of type {other['type']!r}, and only text is read")
-        texts: list[Any] = [part.get("text", part.get("content")) for part in parts]
-        if odd := [part for part, text in zip(parts, texts, strict=True) if not isinstance(text, str)]:
-            raise Malformed(f"{where} has a part without a text; it has {', '.join(map(repr, odd[0])) or 'nothing'}")
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise Malformed(f"{where}: {name!r} must be a text, not {type(content).__name__}")
-    return content
+# --- texts and their parts ---
+
+
+def _parts(value: Any, where: str, name: str = "content") -> dict[str, Any]:
+    """Read a text, or a list of parts: thoughts and text, each joined, and calls; Malformed for any other order."""
+    if not isinstance(value, str | list):
+        raise Malformed(f"{where}: {name!r} must be a text, not {type(value).__name__}")
+    found: dict[str, Any] = {"thoughts": "", "content": "", "calls": []}
+    order, last = list(found), "thoughts"
+    for part in [value] if isinstance(value, str) else value:
+        part = part if isinstance(part, dict) else {"text": part}
+        kind = _kind(part, where)
+        if order.index(kind) < order.index(last):
+            raise Malformed(f"{where} has {kind} after {last}; a message holds thoughts, then content, then calls")
+        found[kind], last = found[kind] + (_calls if kind == "calls" else _part_text)(part, where), kind
+    return found
+
+
+def _kind(part: dict[str, Any], where: str) -> str:
+    """Return what a part is, as `_PARTS` names it; Malformed for a type that is not read."""
+    untyped = next((key for key in part if key in _PARTS), ", ".join(map(str, part)))
+    stated = "thought" if part.get("thought") else part.get("type") or untyped
+    if stated not in _PARTS:
+        raise Malformed(f"{where} has a part of type {stated!r}; text, thoughts and calls are read")
+    return _PARTS[stated]
+
+
+def _part_text(part: dict[str, Any], where: str) -> str:
+    field = next((key for key in ("text", "thinking", "reasoning", "content") if part.get(key) is not None), "text")
+    value = part.get(field)
+    return value if isinstance(value, str) else _joined(value, where, field)
+
+
+def _joined(value: Any, where: str, name: str) -> str:
+    """Return the text of thoughts, or of their parts."""
+    parts = _parts(value, where, name)
+    return parts["thoughts"] + parts["content"]
+
+
+def _text(value: Any, where: str) -> str:
+    """Return a text, or the joined texts of its parts; Malformed if it has other parts."""
+    parts = _parts(value, where)
+    if parts["thoughts"] or parts["calls"]:
+        raise Malformed(f"{where} has thoughts or calls, and is not an assistant's")
+    return parts["content"]
 
 
 def refuse_half_pairs(said: Any, what: str) -> Any:
@@ -132,6 +207,9 @@ def refuse_half_pairs(said: Any, what: str) -> Any:
     return said
 
 
+# --- tool calls ---
+
+
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Read tool calls as chat templates take them, with arguments as objects."""
     calls, found = unpacked(calls), []
@@ -139,13 +217,28 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Malformed(f"{where}: a tool call must have a function with a name, it is {str(call)[:40]!r}")
-        key = next((key for key in _ARGUMENTS if function.get(key) is not None), None)
-        if key is None and (other := function.keys() - {"name", "id", "type", "index", *_ARGUMENTS}):
-            raise Malformed(f"{where}: a tool call has {sorted(other)}, and its arguments in none of {_ARGUMENTS}")
-        arguments = unpacked(function[key]) if key else {}
+        stated = {key: value for part in (call, function) for key, value in part.items() if value}
+        if other := stated.keys() - {"function", "name", *_ARGUMENTS} - _ABOUT:
+            raise Malformed(f"{where}: a tool call has {sorted(other)}, and arguments are in one of {_ARGUMENTS}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append({**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}})
+        said = {"name": function["name"], "arguments": _arguments(function, where)}
+        found.append({**named, "type": "function", "function": said})
     return found
+
+
+def _arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of a call as an object: {} for every form of none; Malformed for any other text."""
+    given: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
+    try:
+        while isinstance(given, str) and given.strip():  # JSON, which may be packed twice
+            given = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
+    if given in (None, [], {}) or isinstance(given, str):
+        return {}
+    if not isinstance(given, dict):
+        raise Malformed(f"{where}: the arguments of {function['name']!r} must be an object, not {given!r:.40}")
+    return given
 
 
 def has_calls(value: Any) -> bool:

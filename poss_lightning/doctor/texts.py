@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.draws import Draw
 from poss_lightning.corpus.readers import read_conversations
+from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.corpus.writer import CorpusWriter
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.features.shards import TokenizedText

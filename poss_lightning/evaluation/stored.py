@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.corpus.draws import Draw
+from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target.spec import EmbedHead

@@ -179,7 +179,7 @@ def _ask(records: _Records, limit: int | None, strict: bool) -> list[Question]:
         except Malformed as error:
             faults.append(f"{records.origin}:{number}: {error}")
             continue
-        if (id := formats.unused(str(question.id), used)) != str(question.id):
+        if (id := formats.unique_name(str(question.id), used)) != str(question.id):
             if strict:
                 raise ValueError(f"suite {records.suite} repeats question_id {question.id!r}; ids must differ")
             question = replace(question, id=id)

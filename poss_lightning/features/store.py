@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.corpus.draws import Draw
+from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
 from poss_lightning.features.shards import open_shard

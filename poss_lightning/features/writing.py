@@ -15,7 +15,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from poss_lightning.corpus.formats import CorpusError, report_left_out, unused
+from poss_lightning.corpus.formats import CorpusError, report_left_out, unique_name
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
@@ -192,6 +192,7 @@ def tokenize(
         strict: a conversation that the template refuses is an error; see `report_left_out`.
     """
     texts, refused, short, used = [], [], 0, {conversation.id: 1 for conversation in conversations}
+    ends: list[bool] = []  # of each answer, whether it is a stop token
     for conversation in tqdm(conversations, desc="render", unit="conversation", leave=False):
         try:
             rendered = target.chat.texts(conversation.messages, conversation.template)
@@ -206,7 +207,10 @@ def tokenize(
             if not any(stop - start >= 2 for start, stop in spans):
                 short += 1
                 continue
-            name = unused(f"{conversation.id}/{number}", used) if len(rendered) > 1 else conversation.id
+            name = unique_name(f"{conversation.id}/{number}", used) if len(rendered) > 1 else conversation.id
+            ended = zip(text.spans, text.answers, strict=True)
+            whole = [stop for (_, stop), i in ended if conversation.messages[i].get("finish_reason") != "length"]
+            ends += [text.tokens[stop - 1] in target.chat.stops for stop in whole]
             draws = tuple(conversation.messages[i].get("drawn") for i in text.answers[: len(spans)])
             draws = draws if any(draws) else ()
             texts.append(TokenizedText(name, text.tokens[:max_length], spans, conversation.digest, draws))
@@ -217,6 +221,12 @@ def tokenize(
     if tell and short:
         logger.warning(
             "left out %d texts without two tokens of an answer for the loss among the first %d", short, max_length
+        )
+    if tell and not all(ends):
+        logger.warning(
+            "%d of %d answers end without a stop token: a draft does not learn where they end",
+            ends.count(False),
+            len(ends),
         )
     return sorted(texts, key=lambda text: len(text.tokens))
 

@@ -54,7 +54,7 @@ def test_conversations_are_as_requested_and_the_reader_takes_them(tmp_path, own)
 def test_a_sampled_answer_can_be_drawn_again_from_the_store(tmp_path, own):
     """Token for token, from features, head and draw; a store of greedy answers has no draws."""
     for temperature in (1.0, 0.0):
-        write(tmp_path / f"{temperature}.jsonl", answer_temperature=temperature, top_p=0.9)
+        write(tmp_path / f"{temperature}.jsonl", temperature=temperature, top_p=0.9)
         corpus = read_conversations(str(tmp_path / f"{temperature}.jsonl"))
         write_store(tmp_path / str(temperature), own, corpus, batch_tokens=64)
         samples = list(FeatureStore(tmp_path / str(temperature)))
@@ -132,7 +132,7 @@ def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"temperature": 0.0}, "temperature is 0"),
+        ({"user_temperature": 0.0}, "user_temperature is 0"),
         ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
         ({"top_p": 1e-6}, "no new conversation in 10 batches, after 1 of them"),  # as sampling is greedy then
     ],

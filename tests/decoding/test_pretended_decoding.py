@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 import torch
 
-from poss_lightning.corpus.draws import Draw
+from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.budget import TRIALS
 from poss_lightning.decoding.decoder import Clock, Request

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from poss_lightning.corpus.draws import Draw, last_draws
+from poss_lightning.corpus.sampling_record import Draw, last_draws
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
