@@ -148,9 +148,10 @@ class Model:
         if copies := config.num_return_sequences:
             input_ids = input_ids.repeat_interleave(copies, 0)
             attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
-        chat_stops, ends = self.target.chat.stops, token_ids(config.eos_token_id, "eos_token_id")
+        chat_stops, size = self.target.chat.stops, self.target.spec.vocab_size
+        ends = token_ids(config.eos_token_id, "eos_token_id", size)
         stops = chat_stops if config.eos_token_id is None else frozenset(ends)
-        pads = [*token_ids(config.pad_token_id, "pad_token_id"), *token_ids(self.tokenizer.pad_token_id)]
+        pads = [*token_ids(config.pad_token_id, "pad_token_id", size), *token_ids(self.tokenizer.pad_token_id)]
         pad = next(iter([*pads, *ends, *sorted(chat_stops), 0]))
         is_padding = config.pad_token_id is not None or (pad == self.tokenizer.pad_token_id and pad not in chat_stops)
         prompts = _unpadded(input_ids, attention_mask, pad if is_padding and pad not in stops else None)

@@ -1,15 +1,14 @@
 """Chat: conversations -> token ids, the spans that the assistant wrote, and the tokens that stop it."""
 
-import re
 from bisect import bisect_left
-from dataclasses import dataclass, replace
-from os.path import commonprefix
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from poss_lightning.target.answers import Answer, AnswerFinder
 from poss_lightning.target.spelling import Spelling
-from poss_lightning.target.template import MARK, THOUGHTS, Message, Template, Variables
+from poss_lightning.target.template import MARK, Message, Template, Variables
 
 
 @dataclass(frozen=True)
@@ -19,25 +18,6 @@ class Rendered:
     tokens: list[int]
     spans: list[tuple[int, int]]  # half-open token ranges that the assistant wrote, its stop token included
     answers: list[int]  # the number of each span's message
-
-
-SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
-_TAG = r"[<[◁]{}[\w:|]*(?:think|thought)\w*[]>▷]\s*"
-# What a template puts before an answer without a thought; its opening may be in the prompt.
-_EMPTY_THOUGHT = re.compile(rf"\s*(?:{_TAG.format('')})?{_TAG.format('/')}", re.IGNORECASE)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """An answer in its text: `prompt` + `lead` + `written`."""
-
-    prompt: str
-    lead: str  # what the template puts before it: an empty thought
-    written: str | list[int]  # letters; or tokens, if a target wrote it
-
-    @property
-    def before(self) -> str:
-        return self.prompt + self.lead
 
 
 class Chat:
@@ -75,7 +55,8 @@ class Chat:
         self._tokenizer, self.template = tokenizer, Template(tokenizer, variables)
         self.stops = self.template.find_stops(generation_config)
         self._stop_texts = tuple(text for text in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if text)
-        self._spelling = Spelling(tokenizer, self._stop_texts)
+        self._spelling = Spelling(tokenizer, self._stop_texts, self.template.find_roles())
+        self._finder = AnswerFinder(self.template, self._stop_texts)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = {*special, *tokenizer.all_special_ids, *self.stops}
 
@@ -102,7 +83,7 @@ class Chat:
         answers = {}
         for i in places:
             try:
-                answers[i] = _thought_once(self._answer(messages, i, variables), messages[i], i)
+                answers[i] = self._finder.find(messages, i, variables)
             except ValueError:
                 if messages[i].get("weight", 1):  # of others nothing is trained
                     raise
@@ -122,9 +103,9 @@ class Chat:
             ValueError: there are no messages, the last is the assistant's, or as in `texts`.
         """
         messages, variables = self._guarded(messages, variables)
-        text = self._open(messages, variables)
+        text = self.template.prompt(messages, variables)
         self.template.check_rendered(messages, variables)
-        before = [self._open(messages[:i], variables) for i in _answered(messages)]
+        before = [self.template.prompt(messages[:i], variables) for i in _answered(messages)]
         return self._spelling.encode(text, [len(prompt) for prompt in before if text.startswith(prompt)])[0]
 
     def user_prompt(self, messages: list[Message], opening: str = "") -> list[int]:
@@ -149,65 +130,6 @@ class Chat:
     def _body(self, tokens: list[int]) -> list[int]:
         return tokens[:-1] if tokens and tokens[-1] in self.stops else tokens
 
-    # --- answers ---
-
-    def _answer(self, messages: list[Message], i: int, variables: Variables) -> _Answer:
-        r"""Find what message i adds to its prompt: up to the first stop token or, without one, the end of its content.
-
-            finished   …<|im_start|>assistant\nHello<|im_end|>\n
-                       \_________ prompt __________/\_____ tail _____/
-
-        what the prompt opens   tail                            what is written
-        -                       Hello<|im_end|>\n               Hello<|im_end|>
-        -                       Hello\n  (no stop token)        Hello
-        -                       <think></think>Hello<|im_end|>  Hello<|im_end|>, after a lead that nobody wrote
-        -                       Hello<|im_end|>                 <think>a</think>Hello<|im_end|>, if that is the content
-        <think>                 Hello<|im_end|>                 a</think>Hello<|im_end|>, the rest of that content
-        <think> or not          whatever                        a  (cut within its thought, which has no end)
-        """
-        message, prompt = messages[i], self._open(messages[:i], variables)
-        if tokens := message.get("tokens"):
-            return _Answer(prompt, "", tokens)
-        content, finished = message["content"], self.template.text(messages[: i + 1], variables)
-        cut, thoughts = message.get("finish_reason") == "length", _thoughts(message).strip()
-        calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-        opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
-        in_thought = prompt.rstrip().endswith("<think>")
-        cut_thought = thoughts if cut and not content.strip() and not calls else ""
-        if thoughts and in_thought and _squeeze(thoughts) not in _squeeze(tail):  # the template reads its content alone
-            inline = cut_thought or f"{thoughts}\n</think>\n\n{content}"
-            bare = {key: part for key, part in message.items() if key not in THOUGHTS}
-            return self._answer([*messages[:i], bare | {"content": inline}], i, variables)
-        # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
-        is_open = in_thought or content.lstrip().startswith("<think>")
-        if cut and is_open and not thoughts and "</think>" not in content:
-            return _Answer(prompt, "", content)
-        if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):
-            raise ValueError(f"message {i}: the chat template heads it {tail[:40]!r} but has no generation prompt")
-        stop = min((text for text in self._stop_texts if text in tail), key=tail.index, default="")
-        body, end = tail.partition(stop)[0] if stop else tail, "" if cut else stop
-        said, shown = _squeeze(content), _squeeze(body)
-        _check_said(message, i, calls, shown)
-        if said not in shown:
-            if not shown or not said.endswith(shown):
-                raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
-            # What the template drops: thoughts; or their opening alone, if the prompt has it.
-            if not _squeeze(prompt.removesuffix(opened)).endswith(said.removesuffix(shown)):
-                return _Answer(prompt, "", _after(opened, content) + end)
-        if opened:
-            raise ValueError(f"message {i}: the chat template opens an answer with {opened!r} and later drops that")
-        if cut_thought and cut_thought in body:
-            body = body[: body.rindex(cut_thought) + len(cut_thought)]
-        elif not stop:  # the answer ends with its content; what follows belongs to the template
-            kept = "" if calls else content if content in body else content.strip()
-            body = body[: body.rindex(kept) + len(kept)] if kept and kept in body else body.rstrip()
-        lead = 0
-        if not thoughts and said in shown and not (said and shown.startswith(said)):
-            framed = self.template.text([*messages[:i], {"role": "assistant", "content": MARK}], variables)
-            empty = _EMPTY_THOUGHT.match(_parted(prompt, framed, MARK)[1].partition(MARK)[0])
-            lead = empty.end() if empty and body.startswith(empty[0]) else 0
-        return _Answer(prompt, tail[:lead], body[lead:] + end)
-
     def _check_tokens(self, messages: list[Message]) -> None:
         for i, message in enumerate(messages):
             if (tokens := message.get("tokens")) and self.text(tokens) != message["content"]:
@@ -219,16 +141,10 @@ class Chat:
     def _guarded(self, messages: list[Message], variables: Variables | None) -> tuple[list[Message], dict[str, Any]]:
         return list(map(self._spelling.guard_message, messages)), self._spelling.guard(dict(variables or {}))
 
-    def _open(self, messages: list[Message], variables: Variables) -> str:
-        """Render the text up to where the assistant answers the last message."""
-        if not messages or "assistant" in (messages[0]["role"], messages[-1]["role"]):
-            raise ValueError("nobody speaks before the answer: no message, or the first or last is the assistant's")
-        return self.template.text(messages, variables, open_answer=True)
-
     # --- tokens ---
 
     def _text_until(
-        self, last: int, messages: list[Message], answers: dict[int, _Answer], variables: Variables
+        self, last: int, messages: list[Message], answers: dict[int, Answer], variables: Variables
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
         """Tokenize the conversation up to an answer, and find the spans of this answer and of each earlier one
         that the text still has as it was written.
@@ -236,7 +152,7 @@ class Chat:
         end = answers[last]
         text, written = end.prompt, end.written
         if isinstance(written, str):
-            finished, text = self.template.text(messages[: last + 1], variables), end.before + written
+            finished, text = self.template.text(messages[: last + 1], variables), end.before + written + end.next_stop
             text = finished if finished.startswith(text) else text
         before = {i: answer for i, answer in answers.items() if i <= last and text.startswith(answer.before)}
         borders = sorted({len(answer.prompt) for answer in before.values()})
@@ -262,59 +178,3 @@ def _answered(messages: list[Message]) -> list[int]:
     """Return the indices of answers to somebody: not the first message, nor one that follows another answer."""
     roles = [message["role"] for message in messages]
     return [i for i in range(1, len(roles)) if roles[i] == "assistant" != roles[i - 1]]
-
-
-def _thoughts(message: Message) -> str:
-    return next((message[name] for name in THOUGHTS if message.get(name)), "")
-
-
-def _check_said(message: Message, i: int, calls: list[str], shown: str) -> None:
-    """Raise ValueError if an answer's thoughts or tool calls are missing from what is shown of it."""
-    if _squeeze(_thoughts(message)) not in shown:
-        raise ValueError(f"message {i}: the chat template leaves out its thoughts (reasoning_content)")
-    names = [_squeeze(name) for name in calls]
-    if missing := [name for name in names if shown.count(name) < names.count(name)]:
-        raise ValueError(f"message {i}: the chat template leaves out its call of {missing[0]!r}")
-
-
-def _thought_once(answer: _Answer, message: Message, i: int) -> _Answer:
-    """Drop the opening of an answer's thought if the prompt has it.
-
-    ValueError if it does not close that thought, or closes one that the prompt has closed.
-    """
-    written = answer.written
-    if not isinstance(written, str):
-        return answer
-    closes, opened = "</think>" in written, answer.before.rstrip().endswith("<think>")
-    if closes and answer.prompt.rstrip().endswith("</think>"):
-        raise ValueError(f"message {i}: it has thoughts, and the chat template closes them before it is written")
-    if opened and not closes and message.get("finish_reason") != "length":
-        raise ValueError(f"message {i}: the chat template opens a thought that the answer does not close")
-    return replace(answer, written=_after("<think>", written)) if opened else answer
-
-
-def _parted(prompt: str, finished: str, said: str) -> tuple[str, str]:
-    """Return what a finished text lacks of its prompt's end, and what follows the rest.
-
-    Text far before an answer may change once it is finished: a system message that stands only before the last user's.
-    """
-    shared = len(commonprefix([prompt, finished]))  # noqa: RUF071, letter by letter
-    if shared < len(prompt) and prompt.rstrip().endswith("<think>"):
-        shared = min(shared, prompt.rindex("<think>"))  # never inside the tag
-    rest = finished[shared:]  # which has the longest end of the prompt from here on, and so every shorter one
-    begin = bisect_left(range(len(prompt)), True, lo=shared, key=lambda n: prompt[n:] in rest)
-    _, found, tail = rest.rpartition(prompt[begin:] or MARK)
-    if shared < len(prompt) and len(found) > SHORT and said and said in tail:
-        return "", tail
-    return prompt[shared:], rest
-
-
-def _squeeze(text: str) -> str:
-    """Remove white space: templates trim and indent."""
-    return "".join(text.split())
-
-
-def _after(opened: str, content: str) -> str:
-    """Return a content without `opened`, with which its prompt ends, if the content repeats it."""
-    opened, start = opened.strip(), content.lstrip()
-    return start.removeprefix(opened).lstrip() if opened and start.startswith(opened) else content

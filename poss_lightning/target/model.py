@@ -23,7 +23,7 @@ from poss_lightning.target.grouped_attention import GROUPED, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model, reason
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
-from poss_lightning.target.template import Variables
+from poss_lightning.target.template import Variables, token_ids
 from poss_lightning.terminal import announced
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
@@ -71,6 +71,9 @@ class Target(nn.Module):
             rows = len(plain_embed_head(model)[1].weight)
             known = {"vocab_size": rows, "fingerprint": fingerprint(model), "template": self.chat.template.digest}
             self.spec = spec_of(model.config, name, **known)
+            token_ids(
+                getattr(getattr(model, "generation_config", None), "eos_token_id", None), "its eos_token_id", rows
+            )
             self._find_parts()
             self.windows = layer_windows(self.config, self.spec.context)
             self._check()

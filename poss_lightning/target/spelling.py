@@ -3,7 +3,7 @@
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -16,6 +16,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 # Special in some tokenizers, but they cannot close a turn: tokens of single bytes, and the marks of thoughts.
 _HARMLESS = re.compile(f"{_BYTE.pattern}|</?think>")
 _NOT_TEXT = ("role", "tokens", "finish_reason", "drawn", "weight")  # fields of a message
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Spelling:
@@ -25,28 +26,35 @@ class Spelling:
     then the template's own. `encode` gives these other names, which a copy of the tokenizer knows. So the tokens are
     those of the tokenizer for the whole text, with `split_special_tokens` for what people wrote.
 
+    In what an assistant said, the target's special tokens are its tokens: marks of thoughts and of calls. Only a stop,
+    a role's token, and what no model writes (the beginning of a text, padding) stay letters.
+
     Args:
         tokenizer: a fast one.
         stops: texts of tokens that are special here, even if the tokenizer does not call them so.
+        roles: texts of special tokens that begin or end messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: Iterable[str]):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, stops: Collection[str], roles: Collection[str]):
         self._tokenizer = tokenizer
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         texts = {text for text, is_special in added.items() if is_special or text in stops} - {""}
         special = sorted(text for text in texts if not _HARMLESS.fullmatch(text))
         self._names = {text: GUARD + chr(0xF0000 + place) for place, text in enumerate(special)}
         self._special = any_of(special)
+        named = {str(getattr(tokenizer, name)) for name in _NAMED}
+        self._forgeable = any_of({*special} & {*stops, *roles, *named})
         self._ending = re.compile(rf"((?:{any_of(text for text in special if text in stops).pattern})\s*)+\Z")
 
-    def guard(self, value: Any) -> Any:
-        """Put guards into every text inside a value."""
+    def guard(self, value: Any, role: str = "user") -> Any:
+        """Put guards into every text inside a value that somebody of this role wrote."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: found[0][:1] + GUARD + found[0][1:], value.replace(GUARD, ""))
+            letters = self._forgeable if role == "assistant" else self._special
+            return letters.sub(lambda found: found[0][:1] + GUARD + found[0][1:], value.replace(GUARD, ""))
         if isinstance(value, list):
-            return [self.guard(part) for part in value]
+            return [self.guard(part, role) for part in value]
         if isinstance(value, dict):
-            return {self.guard(key): self.guard(part) for key, part in value.items()}
+            return {self.guard(key, role): self.guard(part, role) for key, part in value.items()}
         return value
 
     def guard_message(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +64,7 @@ class Spelling:
         """
         if message["role"] == "assistant" and not message.get("tokens") and isinstance(message["content"], str):
             message = message | {"content": self._ending.sub("", message["content"])}
-        return {key: part if key in _NOT_TEXT else self.guard(part) for key, part in message.items()}
+        return {key: part if key in _NOT_TEXT else self.guard(part, message["role"]) for key, part in message.items()}
 
     def encode(self, text: str, borders: list[int]) -> tuple[list[int], list[int], list[int]]:
         """Tokenize guarded text so that no token reaches across a border, where a prompt ends.

@@ -3,23 +3,33 @@
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from datetime import date
+from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 import torch
+from jinja2 import Environment, meta
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.target.spelling import any_of
+from poss_lightning.target.thoughts import THINKS, thought_of
 
 logger = logging.getLogger(__name__)
 Message = dict[str, Any]  # role, content, and whatever else a template reads: tool_calls, thoughts, name
 Variables = Mapping[str, Any]  # of a template, besides the messages: tools, enable_thinking
 
 MARK = "\u241f one \u241f"
+_USER, _ANSWER, _SYSTEM, _TOLD = ({"role": role, "content": MARK} for role in ("user", "assistant", "system", "tool"))
+_FUNCTION = {"type": "function", "id": "callcall0", "function": {"name": "f", "arguments": {"a": "b"}}}  # Mistral's id
+_CALL: Message = {"role": "assistant", "content": "", "tool_calls": [_FUNCTION]}
+_TOLD |= {"tool_call_id": "callcall0", "name": "f"}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # an answer's thoughts, as templates call them
 _TODAY = "strftime_now"  # the function by which templates ask for the date; as a variable, its day: 2026-11-25
 _DIRECTIVES = ("-d", "-m", *"aAbBcdDeFHIjmMpSTuUwWxXyYZ", "%")
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # tags that only transformers parses
 _ISO_DATE = "{{ strftime_now('%Y-%m-%d') }}"
 
 
@@ -78,6 +88,12 @@ class Template:
         roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"the chat template refuses messages with the roles {roles}: {faults[0]}") from faults[0]
 
+    def prompt(self, messages: list[Message], variables: Variables) -> str:
+        """Render the text up to where the assistant answers the last message."""
+        if not messages or "assistant" in (messages[0]["role"], messages[-1]["role"]):
+            raise ValueError("nobody speaks before the answer: no message, or the first or last is the assistant's")
+        return self.text(messages, variables, open_answer=True)
+
     def _render(self, messages: list[Message], given: Variables, open_answer: bool = False, template: str = "") -> str:
         rest = {name: value for name, value in given.items() if name != _TODAY}
         template = template or self._tokenizer.get_chat_template(tools=given.get("tools"))
@@ -101,38 +117,68 @@ class Template:
                 raise ValueError(f"message {i}: the chat template leaves out what a {message['role']} says")
 
     def find_stops(self, generation_config: GenerationConfig | None) -> frozenset[int]:
-        """Collect the stop tokens of tokenizer, generation config and template, which writes one after every answer."""
+        """Collect the stop tokens of tokenizer and generation config; the template's own, if it writes none of these.
+
+        The template's is the token after every answer: what closes a part of an answer (`<|END_RESPONSE|>`) is no stop.
+        """
         ids = getattr(generation_config, "eos_token_id", None)
         stops = {*token_ids(ids, "eos_token_id of the generation config"), *token_ids(self._tokenizer.eos_token_id)}
         known = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        found = (any_of(known).match(text.lstrip()) for text in self._after_answers())
+        after = [self._between(_USER, _ANSWER)[2:3], self._between(_USER, _ANSWER, _USER, _ANSWER)[2:3]]
+        found = (any_of(known).match("".join(text).lstrip()) for text in after)
         last, earlier = (match[0] if match else "" for match in found)
+        if any(text in "".join(after[0]) for text, number in known.items() if number in stops):
+            return frozenset(stops)
         if last and last == earlier:
             stops.add(known[last])
         elif earlier and not last and known[earlier] not in stops:
             logger.warning("%s stands after an answer where the chat continues, and is not a stop token", earlier)
         return frozenset(stops)
 
-    def _after_answers(self) -> list[str]:
-        """Return what follows the last answer, and one after which the chat continues; "" if that is unclear."""
-        turns = [(role, MARK if role == "assistant" else role) for role in ("user", "assistant", "user", "assistant")]
-        messages = [{"role": role, "content": content} for role, content in turns]
+    def find_roles(self) -> set[str]:
+        """Collect the special tokens that begin or end messages of any role.
+
+        Before an answer, they end with a role's word or an empty thought: `<|im_assistant|>assistant`.
+        """
+        special = any_of(str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+        _, head, frame, *_ = [*self._between(_USER, _ANSWER, _USER, _ANSWER), "", "", ""]
+        head = re.match(rf"(?:{special.pattern}|\W)*", head.removesuffix(thought_of(head).text))
+        frames = [head[0] if head else "", frame, *self._between(_SYSTEM, _USER)[:2]]
+        called, told = (MARK.join(self._between(*messages)) for messages in ([_USER, _CALL], [_USER, _CALL, _TOLD]))
+        result = special.findall(told[len(commonprefix([called, told])) :])  # noqa: RUF071, letter by letter
+        found = {*special.findall(" ".join(frames))} | ({*result} - {*special.findall(called)})
+        return {text for text in found if not THINKS.search(text)}  # which a system message may speak of
+
+    def _between(self, *messages: Message) -> list[str]:
+        """Return what stands between the texts of messages; nothing if the template refuses them, or lacks a text."""
         try:
-            return [self.text(some, {}).split(MARK)[1] for some in (messages[:2], messages)]
-        except (ValueError, IndexError):  # the template refuses them, or changes what is said
-            return ["", ""]
+            pieces = self.text([*messages], {}).split(MARK)
+        except ValueError:
+            return []
+        return pieces if len(pieces) > sum(message["content"] == MARK for message in messages) else []
+
+    @cached_property
+    def switch(self) -> str:
+        """Where variables of the template switch thoughts: the end of a message that names them."""
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", self._source))
+        names = sorted(filter(THINKS.search, meta.find_undeclared_variables(tree) - {*THOUGHTS}))
+        return f"; its variable {', '.join(names)} (chat_template_kwargs) switches thoughts" if names else ""
 
 
-def token_ids(ids: Any, name: str = "a token id") -> list[int]:
+def token_ids(ids: Any, name: str = "a token id", vocabulary: int = 2**31) -> list[int]:
     """List ids in any form that transformers takes: a number, or numbers in a list, an array or a tensor; [] for None.
 
     Raises:
-        ValueError: anything else; the message begins with `name`.
+        ValueError: anything else, or not one of `vocabulary` tokens; the message begins with `name`.
     """
     try:
-        return torch.as_tensor([] if ids is None else ids, dtype=torch.long).flatten().tolist()
+        given = torch.as_tensor([] if ids is None else ids)
+        numbers = given.long()
+        if not ((numbers == given) & (numbers >= 0) & (numbers < vocabulary)).all():
+            raise ValueError
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} is {ids!r}; it must be one or more token ids, as [2, 7]") from error
+        raise ValueError(f"{name} is {ids!r}; it must be one or more token ids below {vocabulary}") from error
+    return numbers.flatten().tolist()
 
 
 def _dated(template: str, day: date) -> str:

@@ -1,4 +1,4 @@
-"""Chat templates of eight families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
+"""Chat templates of ten families, shortened to how they write an answer; special tokens are `tiny_tokenizer`'s."""
 
 from tests.support.tiny import CHATML
 
@@ -65,6 +65,31 @@ HARMONY = (  # as gpt-oss: channels, and another end where the chat continues
     "{{- '<|im_end|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
     "{%- else %}{{- '<|im_start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant' }}{%- endif %}"
+)
+GEMMA_4 = (  # the prompt closes an empty thought, unless thoughts are switched on; finished answers have none
+    "{%- for m in messages %}<|im_start|>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{%- if m.role == 'assistant' %}{{ m.content.split('<channel|>')[-1] }}{%- else %}{{ m.content }}{%- endif %}"
+    "{%- for c in m.tool_calls %}<|tool_call>call:{{ c.function.name }}{<|q|>{{ c.function.arguments.values() | join }}"
+    "<|q|>}<tool_call|>{%- endfor %}<|im_end|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>model\n"
+    "{%- if not enable_thinking | default(false) %}<|channel>thought\n<channel|>{%- endif %}{%- endif %}"
+)
+MAGISTRAL = (  # a system message of its own, which speaks of the marks of thoughts
+    "{{ bos_token }}{%- if messages[0].role != 'system' %}[SYS]Think in [THINK] and [/THINK].[/SYS]{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'system' %}[SYS]{{ m.content }}[/SYS]{%- elif m.role == 'user' %}"
+    "[INST]{{ m.content }}[/INST]{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]"
+    "{%- else %}{{ m.content }}{%- for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments | tojson }}{%- endfor %}{{ eos_token }}{%- endif %}{%- endfor %}"
+)
+GLM = (  # the token that begins the next message ends an answer; earlier thoughts are dropped
+    "{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}{%- for m in messages %}"
+    "{%- if m.role == 'assistant' %}{{ '<|assistant|>' }}{%- if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{%- else %}{{ '<think></think>' }}{%- endif %}{{ m.content }}"
+    "{%- for c in m.tool_calls %}<tool_call>{{ c.function.name }}</tool_call>{%- endfor %}"
+    "{%- elif m.role == 'tool' %}{{ '<|observation|>\n<result>' + m.content + '</result>' }}"
+    "{%- else %}{{ '<|' + m.role + '|>\n' + m.content }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{%- endif %}"
 )
 DATED = "Today is {{ strftime_now('%d %b %Y') }}\n" + CHATML  # as Llama-3.3
 FAMILIES = {

@@ -1,9 +1,10 @@
 """A tiny random target, its tokenizer and drafts for it: everything a law needs, in milliseconds."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -37,8 +38,13 @@ LINES = [
 ]
 
 
-def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over any text: 3 special tokens, 256 bytes, the rest merges learnt from `LINES` (88 at most)."""
+def tiny_tokenizer(
+    template: str | None = CHATML, vocab_size: int = 320, special: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over any text: 3 special tokens, 256 bytes, the rest merges learnt from `LINES` (88 at most).
+
+    Further special tokens follow these.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -46,7 +52,9 @@ def tiny_tokenizer(template: str | None = CHATML, vocab_size: int = 320) -> PreT
     options = {"special_tokens": SPECIAL, "initial_alphabet": alphabet, "show_progress": False}
     tokenizer.train_from_iterator(LINES, trainers.BpeTrainer(vocab_size=vocab_size, **options))
     named = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **named)
+    made.add_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return made
 
 
 def tiny_model(seed: int = 0, **changes) -> LlamaForCausalLM:

@@ -2,8 +2,10 @@
 
 import json
 import random
+import re
 from datetime import date
 from functools import partial
+from itertools import cycle
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -13,7 +15,21 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.target.chat import Chat, Rendered
 from poss_lightning.target.spelling import GUARD
 from poss_lightning.target.template import thinking
-from tests.support.templates import DATED, FAMILIES, HARMONY, HEAD, LLAMA_2, LLAMA_3, MISTRAL, OPEN, QWEN3, R1
+from tests.support.templates import (
+    DATED,
+    FAMILIES,
+    GEMMA_4,
+    GLM,
+    HARMONY,
+    HEAD,
+    LLAMA_2,
+    LLAMA_3,
+    MAGISTRAL,
+    MISTRAL,
+    OPEN,
+    QWEN3,
+    R1,
+)
 from tests.support.templates import QWEN3_THINKING as THINKING
 from tests.support.tiny import CHATML, SPECIAL, tiny_tokenizer
 
@@ -152,17 +168,19 @@ def test_the_loss_has_the_very_tokens_that_a_target_wrote(family, make, tmp_path
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 CALLED = "{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}"
 CALLS = assistant("") | {"tool_calls": [CALL]}
-GLM = (  # an answer ends where the next turn begins
+NO_END = (  # an answer ends where the next turn begins
     "{% for m in messages %}<|im_start|>{{ m.role }}\n" + CALLED + "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GLM_THINKS = GLM.replace("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
+NO_END_THINKS = NO_END.replace("{{ m.content", "<think>{{ m.reasoning_content }}</think>{{ m.content")
 THINKS = (  # the prompt opens a thought as the template asks; a finished answer repeats its end alone
     "{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}<|Assistant|>{% else %}"
     "{{ '</think>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<think>{% endif %}"
 )
 ANSWERS_ALONE = THINKS.replace("<think>{% endif %}", "</think>{% endif %}")
+QWEN3_OFF = QWEN3.replace("(loop.last or r)", "r").replace("enable_thinking is defined and", "not enable_thinking or")
+R1_OFF = R1.replace("<think>\n", "<think>\n</think>")
 KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
 OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
@@ -203,11 +221,15 @@ def thinks(content: str, thoughts: str) -> dict[str, str]:
         (HARMONY, thinks("", "Two and") | CUT, "<|channel|>analysis<|message|>Two and"),
         (THINKING, assistant("Two and") | CUT, "Two and"),
         (QWEN3, assistant("<think>\nTwo and") | CUT, "<think>\nTwo and"),
-        (GLM, CALLS, 'weather{"city": "Oslo"}'),
-        (GLM.replace("name + c", "name ~ c"), CALLS, 'weather{"city": "Oslo"}'),  # would print a dictionary
-        (GLM_THINKS, thinks("42", "It is 42, surely."), "<think>It is 42, surely.</think>42"),
+        (NO_END, CALLS, 'weather{"city": "Oslo"}'),
+        (NO_END.replace("name + c", "name ~ c"), CALLS, 'weather{"city": "Oslo"}'),  # would print a dictionary
+        (NO_END_THINKS, thinks("42", "It is 42, surely."), "<think>It is 42, surely.</think>42"),
         (HARMONY, assistant("Yes."), FINAL),
         (HARMONY, thinks("Yes.", "Two."), f"<|channel|>analysis<|message|>Two.<|end|><|im_start|>assistant{FINAL}"),
+        (GEMMA_4, assistant("Yes."), "Yes.<|im_end|>"),  # after the empty thought of the prompt
+        (GEMMA_4, CALLS, "<|tool_call>call:weather{<|q|>Oslo<|q|>}<tool_call|><|im_end|>"),
+        (QWEN3_OFF, assistant("Yes."), "Yes.<|im_end|>"),
+        (R1_OFF, assistant("Yes."), "Yes.<|im_end|>"),
         (LLAMA_3, CALLS, json.dumps(CALL["function"]) + "<|im_end|>"),
     ],
 )
@@ -224,6 +246,13 @@ def test_a_span_is_what_the_assistant_wrote_and_the_end_that_the_template_writes
     [
         (CHATML, [user("a"), assistant("b") | {"tokens": [70]}], {}, "message 1: its tokens do not spell its content"),
         (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
+        (
+            GEMMA_4,
+            [user("a"), thinks("b", "c")],
+            {},
+            "leaves out its thoughts.*; its variable enable_thinking",
+        ),
+        (QWEN3_OFF, chat_of(["<think>a</think>b"]), {}, "closes them before .*; its variable enable_thinking"),
         (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML, chat_of(["b"]), {"tools": [CALL]}, "leaves out the tools"),
         (LLAMA_3, [user("a"), CALLS | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
@@ -247,13 +276,58 @@ def test_an_answer_out_of_the_loss_need_not_be_told_from_its_prompt():
     assert words(Chat(tiny_tokenizer(R1)), messages) == ["Two.\n</think>\n\nNo.<|im_end|>"]
 
 
-def test_a_stop_token_that_begins_the_next_turn_ends_the_answer_before_it(caplog):
-    tokenizer = tiny_tokenizer(GLM)
-    stops = GenerationConfig(eos_token_id=[SPECIAL.index("<|im_start|>")])
-    assert words(Chat(tokenizer, stops), chat_of(["four", "five"])) == ["four<|im_start|>", "five"]
-    assert not caplog.text
-    assert words(Chat(tokenizer), chat_of(["four", "five"])) == ["four", "five"]
-    assert "<|im_start|> stands after an answer where the chat continues, and is not a stop token" in caplog.text
+TURNS = ["<|user|>", "<|assistant|>", "<|observation|>", "<|system|>"]
+TOLD = [CALLS, turn("tool", "4")]
+
+
+@pytest.mark.parametrize("messages", [
+    chat_of(["four", "five"]),
+    [user("a"), thinks("four", "hm"), user("b"), thinks("five", "oh")],  # of which each is a text of its own
+    [user("a"), *TOLD, assistant("four"), user("b"), *TOLD[:1]],
+    [user("a"), CALLS | thinking("hm"), TOLD[1], thinks("four", "oh")],
+])  # fmt: skip
+def test_the_token_that_begins_the_next_message_ends_every_answer(messages):
+    """Also the last of a text: a call is followed by its result, anything else by the user."""
+    tokenizer = tiny_tokenizer(GLM, special=TURNS)
+    chat = Chat(tokenizer, GenerationConfig(eos_token_id=tokenizer.convert_tokens_to_ids(TURNS)[::2]))
+    answers = [message for message in messages if message["role"] == "assistant"]
+    ends = ["<|observation|>" if answer.get("tool_calls") else "<|user|>" for answer in answers]
+    assert [re.search(r"<\|\w+\|>\Z", answer)[0] for answer in words(chat, messages)] == ends
+    for text in chat.texts(messages):
+        for (start, _), i in zip(text.spans, text.answers, strict=True):
+            prompt = decode(chat, chat.prompt(messages[:i]))
+            assert decode(chat, text.tokens[:start]) in (prompt, f"{prompt}<think></think>")
+
+
+def test_a_token_that_begins_the_next_message_and_is_no_stop_is_named(caplog):
+    assert words(Chat(tiny_tokenizer(GLM, special=TURNS)), chat_of(["four", "five"])) == ["four", "five"]
+    assert "<|user|> stands after an answer where the chat continues, and is not a stop token" in caplog.text
+
+
+KIMI = (
+    "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|middle|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|middle|>{% endif %}"
+)
+MARKS = {  # of thoughts and calls, which a target writes; and those that begin or end messages
+    "magistral": (MAGISTRAL, "[THINK] [/THINK] [TOOL_CALLS] [ARGS]", "[INST] [/INST] [SYS] [/SYS] [TOOL_RESULTS]"),
+    "gemma-4": (GEMMA_4, "<|channel> <|tool_call> <tool_call|> <|q|>", "<|im_start|> <|im_end|>"),
+    "glm": (GLM, "<think> </think> <tool_call>", "<|user|> <|assistant|> <|observation|> <|system|>"),
+    "gpt-oss": (HARMONY, "<|channel|> <|constrain|>", "<|message|> <|end|> <|im_start|> <|im_end|>"),
+    "kimi": (KIMI, "<|calls_begin|>", "<|im_user|> <|im_assistant|> <|middle|> <|im_end|> <|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("family", MARKS)
+def test_an_answer_may_hold_the_targets_own_marks_but_no_stop_and_no_roles_token(family):
+    template, marks, roles = MARKS[family]
+    tokenizer = tiny_tokenizer(template, special=[mark for mark in f"{marks} {roles}".split() if mark not in SPECIAL])
+    chat = Chat(tokenizer)
+    for mark, is_token in [*zip(marks.split(), cycle([True]))] + [*zip(roles.split(), cycle([False]))]:
+        messages, number = chat_of([f"a {mark} b"]), tokenizer.convert_tokens_to_ids(mark)
+        prompts = [chat.prompt([user(text)]).count(number) for text in (mark, "a")]
+        assert prompts[0] - prompts[1] == (mark in ("<think>", "</think>")), "in what a user says others are letters"
+        written, bare = (render(chat, chat_of([answer])).tokens.count(number) for answer in (f"a {mark} b", "a"))
+        assert written - bare == is_token and f"a {mark} b" in words(chat, messages)[0]
 
 
 def test_a_system_message_that_stands_before_the_last_user_alone():
