@@ -6,14 +6,15 @@ answer is kept as the tokens that were written: tokenising its text again might 
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.dialogues import read_openings, write_dialogues
-from poss_lightning.corpus.draws import last_draws
 from poss_lightning.corpus.formats import report_left_out
+from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
@@ -25,6 +26,12 @@ from poss_lightning.work import begun_with
 
 CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
 DIALOGUES, ANSWERS = 128, 32  # side by side, without and with prompts
+ALONE = (
+    "turns",
+    "user_temperature",
+    "user_tokens",
+    "openings",
+)  # options of messages that the target writes as the user
 MAY_DIFFER = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
 
 
@@ -36,9 +43,9 @@ def synthesize(
     prompts: list[str] | str | None = None,
     conversations: Count | None = None,
     turns: Count = 1,
-    temperature: Temperature = 1.0,
+    temperature: Temperature = 0.0,
+    user_temperature: Temperature = 1.0,
     top_p: TopP = 0.95,
-    answer_temperature: Temperature = 0.0,
     user_tokens: Tokens = 96,
     answer_tokens: Tokens = 256,
     chat_template_kwargs: dict[str, Any] | None = None,
@@ -63,10 +70,10 @@ def synthesize(
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
         conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all.
         turns: user messages of a conversation; a prompt has its own number.
-        temperature: sampling temperature of the user's messages.
-        top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
-        answer_temperature: sampling temperature of the answers; 0 is greedy. A small target with greedy answers repeats
+        temperature: sampling temperature of the answers; 0 is greedy. A small target with greedy answers repeats
             itself, and a draft learns little from repetitions.
+        user_temperature: sampling temperature of the user's messages.
+        top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
         user_tokens: most tokens of a user's message; a longer one is cut.
         answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
         chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
@@ -82,9 +89,12 @@ def synthesize(
     """
     batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
     options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
-    if not temperature:
-        raise ValueError(f"temperature is {temperature}; it must be above 0, or every message is the same")
-    user, answer = Sampling(temperature, top_p=top_p), Sampling(answer_temperature, top_p=top_p)
+    if not user_temperature:
+        raise ValueError(f"user_temperature is {user_temperature}; it must be above 0, or every message is the same")
+    for name in ALONE if prompts is not None else ():
+        if options[name] != signature(synthesize).parameters[name].default:
+            raise ValueError(f"{name} is {options[name]}; it has no effect with prompts, which are the user's messages")
+    user, answer = Sampling(user_temperature, top_p=top_p), Sampling(temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
     questions = [] if prompts is None else read_suites(prompts, conversations or ALL, strict)
     model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)

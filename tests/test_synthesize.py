@@ -18,9 +18,9 @@ TURNS = [["Hi", "And you?"], ["How many legs?"], ["user", "system", "why"], ["Th
 def answer(tmp_path, tiny_folder):
     """Answer these questions in a file of this name; returns its path."""
 
-    def run(name: str, turns: list[list[str]], answer_tokens: int = 12) -> Path:
+    def run(name: str, turns: list[list[str]], /, answer_tokens: int = 12, **options) -> Path:
         suite, out = write_suite(tmp_path / "odd.jsonl", *turns), tmp_path / name
-        options = {"target": tiny_folder, "dtype": "float32", "batch_size": 2}
+        options |= {"target": tiny_folder, "dtype": "float32", "batch_size": 2}
         synthesize(str(out), prompts=[suite], answer_tokens=answer_tokens, **options)
         return out
 
@@ -44,6 +44,17 @@ def test_answers_are_those_of_each_conversation_alone(answer, target, capsys):
         answer("none.jsonl", [long])
 
 
+def test_the_temperature_is_that_of_the_answers_and_options_of_the_users_messages_are_refused(answer):
+    for temperature in 0.0, 0.8:
+        conversations = read_conversations(str(answer(f"{temperature}.jsonl", TURNS, temperature=temperature)))
+        answers = [message for talk in conversations for message in talk.messages if message["role"] == "assistant"]
+        assert {"drawn" in message and message["drawn"]["temperature"] for message in answers} == {temperature or False}
+    given = {"turns": 2, "user_temperature": 0.5, "user_tokens": 9, "openings": "x"}
+    for name, value in given.items():
+        with pytest.raises(ValueError, match=f"{name} is {value}; it has no effect with prompts"):
+            answer("out.jsonl", TURNS, **{name: value})
+
+
 def test_prompts_of_like_length_are_answered_side_by_side(answer, monkeypatch):
     batches, plain = [], PlainLoop.generate
     monkeypatch.setattr(PlainLoop, "generate", lambda *given: batches.append([*map(len, given[1])]) or plain(*given))
@@ -64,10 +75,9 @@ def test_a_killed_run_resumes_and_ends_with_the_same_file(answer, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.jsonl", "odd.jsonl", "whole.jsonl"]
 
 
-def test_all_rows_of_a_data_set_are_asked(tmp_path, tiny_folder, monkeypatch):
+def test_all_rows_of_a_file_are_asked(tmp_path, tiny_folder, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "answer_questions", lambda corpus, model, questions, **options: asked.extend(questions))
-    (tmp_path / "many").mkdir()
-    (tmp_path / "many" / "train.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
-    synthesize(str(tmp_path / "out.jsonl"), prompts=f"hub:{tmp_path / 'many'}", target=tiny_folder, dtype="float32")
+    (tmp_path / "many.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
+    synthesize(str(tmp_path / "out.jsonl"), prompts=str(tmp_path / "many.jsonl"), target=tiny_folder, dtype="float32")
     assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]

@@ -15,7 +15,7 @@ import yaml
 
 HERE, DEVICE = Path(__file__).parent, os.environ.get("POSS_DEVICE", "cuda")
 STAGES, SWEEPS = ("text", "sweeps", "replay", "benchmark"), {"scratch": 3, "tuned": 2}  # shards
-DIALOGUES = f"--temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
+DIALOGUES = f"--user_temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
 SPEED = {"T0": "", "T1": "--temperature 1", "auto": "--tree auto", "no-graphs": "--graphs false"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", type=Path)
@@ -38,8 +38,9 @@ def poss(name: str, words: str) -> None:
 def text(seed: int) -> None:
     """Make a store of texts, every second one of drawn answers; seed 0 is that of answers to the questions."""
     store = f"{out}/stores/{seed}" if seed else f"{out}/answers"
-    what = f"{DIALOGUES} --seed {seed} --answer_temperature {seed % 2 * 0.7}" if seed else f"--prompts {args.suites}"
-    what += f" --conversations {dialogues} --batch_size {min(dialogues, 256)} --user_tokens {new} --answer_tokens {new}"
+    drawn = f"{DIALOGUES} --user_tokens {new} --seed {seed} --temperature {seed % 2 * 0.7}"
+    what = drawn if seed else f"--prompts {args.suites}"
+    what += f" --conversations {dialogues} --batch_size {min(dialogues, 256)} --answer_tokens {new}"
     if not Path(store, "manifest.json").exists():
         poss(f"text-{seed}", f"synthesize {store}.jsonl.gz {what} --device {DEVICE}")
         poss(f"features-{seed}", f"extract {store}.jsonl.gz {store} --device {DEVICE}")

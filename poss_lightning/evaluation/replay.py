@@ -60,7 +60,7 @@ def replay(
     """Measure acceptance of drafts on stored answers, without the target; write rounds.parquet and run.json.
 
     The answers must be the target's own; otherwise it warns. Make greedy ones with `poss synthesize --prompts`, which
-    names conversations SUITE/ID, or drawn ones with `--answer_temperature` as well; then `poss extract`. The rounds
+    names conversations SUITE/ID, or drawn ones with `--temperature` as well; then `poss extract`. The rounds
     have no seconds.
 
     Args:
