@@ -139,7 +139,8 @@ class Model:
             ValueError: input_ids of another shape or dtype, a field that does nothing here, a number outside its range,
                 or a mask with holes.
         """
-        config = _configure(generation_config, arguments)
+        size = self.target.spec.vocab_size
+        config = _configure(generation_config, arguments, size)
         _check_tokens(input_ids)
         if seed is not None:
             if generator is not None:
@@ -148,8 +149,7 @@ class Model:
         if copies := config.num_return_sequences:
             input_ids = input_ids.repeat_interleave(copies, 0)
             attention_mask = None if attention_mask is None else attention_mask.repeat_interleave(copies, 0)
-        chat_stops, size = self.target.chat.stops, self.target.spec.vocab_size
-        ends = token_ids(config.eos_token_id, "eos_token_id", size)
+        chat_stops, ends = self.target.chat.stops, token_ids(config.eos_token_id, "eos_token_id", size)
         stops = chat_stops if config.eos_token_id is None else frozenset(ends)
         pads = [*token_ids(config.pad_token_id, "pad_token_id", size), *token_ids(self.tokenizer.pad_token_id)]
         pad = next(iter([*pads, *ends, *sorted(chat_stops), 0]))
@@ -203,11 +203,11 @@ SUPPORTED += ("pad_token_id", "repetition_penalty", "num_return_sequences")
 IGNORED = ("transformers_version", "bos_token_id", "cache_implementation", "_from_model_config")
 
 
-def _configure(config: GenerationConfig | None, arguments: dict[str, Any]) -> GenerationConfig:
+def _configure(config: GenerationConfig | None, arguments: dict[str, Any], vocabulary: int) -> GenerationConfig:
     """Return the config with the given arguments; refuse what differs from its default and is not done here."""
     config = copy.deepcopy(config) if config else GenerationConfig()
     for name in ("eos_token_id", "pad_token_id"):
-        token_ids(arguments.get(name), name)  # in transformers a wrong one is a TypeError without a name
+        token_ids(arguments.get(name), name, vocabulary)  # in transformers a wrong one is a TypeError without a name
     if unknown := config.update(**{name: value for name, value in arguments.items() if value is not None}):
         raise TypeError(f"generate() got an unexpected keyword argument {next(iter(unknown))!r}")
     defaults = config._get_default_generation_params()
