@@ -50,3 +50,7 @@ def __getattr__(name: str):
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"poss_lightning.{_PLACES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

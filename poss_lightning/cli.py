@@ -53,7 +53,7 @@ def _run_line() -> None:
     if command == "--version":
         return print("\n".join(f"{name} {number}" for name, number in versions().items()))
     if command not in TRAINER and command not in TOOLS:
-        from poss_lightning.configs import near
+        from poss_lightning.ranges import near
 
         known = [*TRAINER, *TOOLS]
         sys.exit(f"poss: no command {command!r}; there are {', '.join(known)}{near(command, known)}")

@@ -3,7 +3,6 @@
 import re
 from argparse import ArgumentError
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,19 @@ import yaml
 from pydantic import ValidationError
 
 from poss_lightning.files import conf_names, find_config
-from poss_lightning.ranges import describe_refusal
+from poss_lightning.ranges import describe_refusal, near
 
 FLAGS = ("--config", "-c")
 # How jsonargparse names the option of an error.
-OPTION = re.compile(r"""(?:unrecognized arguments: --|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
+OPTION = re.compile(r"""(?:unrecognized arguments: (?:--)?|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
+WRONG_TYPE = re.compile(r"Expected a <class '(\w+)'>\. Got value: (.*)", re.DOTALL)
+RIGHT_TYPE = {  # of an option and a value that it does not take
+    "tuple": "a list, as [{1}]",
+    "list": "a list, as [{1}]",
+    "dict": "named, as --{0}.NAME {1}",
+    "str": "a text, so quote it in YAML",
+    "bool": "true or false",
+}
 
 
 def set_up_parser() -> None:
@@ -86,14 +93,6 @@ def check_options(function: Callable[..., None], options: Mapping[str, Any]) -> 
         raise explain_option(error, parser) from error
 
 
-def near(name: str, known: Iterable[str]) -> str:
-    """Ask for the known name that was meant: the nearest, or that of which a part or the initials are given."""
-    initials = {each: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", each) for each in known}
-    found = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
-    found = found or get_close_matches(name, initials, 1)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
-
-
 def explain_option(
     error: ArgumentError, parser: jsonargparse.ArgumentParser, files: Iterable[str] = ()
 ) -> ArgumentError:
@@ -106,12 +105,21 @@ def explain_option(
     option, cause = match[1], _first_cause(error)
     if isinstance(cause, ValidationError):
         text = describe_refusal(cause, option)
+    elif (wrong := WRONG_TYPE.fullmatch(str(cause))) and wrong[1] in RIGHT_TYPE:
+        text = f"{option} is {wrong[2]}; it must be {RIGHT_TYPE[wrong[1]].format(option, wrong[2])}"
     else:
         text = str(cause) if option in str(cause) else f"{option}: {cause}"
-    places = [file for file in files if _has_option(read_config(file), option)]
     known = [action.dest for action in parser._actions]
-    placed = f"; {option} is given by its place" if "unrecognized arguments" in text else ""
-    return ArgumentError(None, "; see ".join([text, *places]) + (placed if option in known else near(option, known)))
+    bare = f"unrecognized arguments: {option}=" in text
+    placed = f"; {option} is given by its place" if "unrecognized arguments" in text and not bare else ""
+    hint = placed if option in known else near(option, known)
+    text = "; see ".join([text, *files_with(option, files)])
+    return ArgumentError(None, text + (f"; an option begins with --, as --{option}=…" if bare else "") + hint)
+
+
+def files_with(option: str, files: Iterable[str]) -> list[str]:
+    """Return those of the YAML files that have a dotted option."""
+    return [file for file in files if _has_option(read_config(file), option)]
 
 
 def _first_cause(error: Exception) -> Exception:

@@ -9,10 +9,12 @@ pydantic enforces them, also within lists and dicts: for the command line's pars
 `check_numbers` in calls from Python.
 """
 
+import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from functools import cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from annotated_types import Ge, Le
@@ -60,10 +62,28 @@ def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
     @wraps(function)
     def checked(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
+        refuse_unknown(options, function)
         refuse_numbers(function, shape.bind(*args, **options).arguments)
         return function(*args, **options)
 
     return checked
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """Ask for the known name that was meant: the nearest, or that of which a part or the initials are given."""
+    initials = {each: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", each) for each in known}
+    found = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
+    found = found or get_close_matches(name, initials, 1)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
+
+
+def refuse_unknown(options: Iterable[str], *owners: Callable[..., Any]) -> None:
+    """Raise TypeError for the first option that none of some functions or classes takes, with the nearest one."""
+    known = {name: each.kind for owner in owners for name, each in signature(owner).parameters.items()}
+    taken = Parameter.VAR_KEYWORD in known.values() and len(owners) == 1
+    for name in () if taken else options:
+        if name not in known:
+            raise TypeError(f"{owners[0].__name__} takes no {name}{near(name, known)}")
 
 
 def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> None:

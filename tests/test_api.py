@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, TextStreamer
 
+import poss_lightning
 from poss_lightning import api, load
 from poss_lightning.api import Model
 from poss_lightning.decoding.autoregressive import Autoregressive
@@ -170,6 +171,11 @@ def test_what_is_no_chat_is_refused_in_a_line(model):
     ):
         with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
             model.chat(messages)
+
+
+def test_the_package_lists_its_public_names():
+    assert dir(poss_lightning) == sorted(dir(poss_lightning)) and {*dir(poss_lightning)} == {*poss_lightning.__all__}
+    assert all(hasattr(poss_lightning, name) for name in dir(poss_lightning))
 
 
 def test_what_is_no_draft_and_a_missing_tokenizer_are_named_before_anything_is_loaded(target, reference, tmp_path):

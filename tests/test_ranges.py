@@ -1,6 +1,7 @@
 """Ranges of numbers: read from the annotation, enforced before a function runs and by the parser, and named."""
 
 import inspect
+import re
 from argparse import ArgumentError
 from dataclasses import replace
 from importlib import import_module
@@ -47,6 +48,25 @@ def test_a_number_outside_its_range_is_refused_by_name_in_calls_and_by_the_parse
     with pytest.raises(ArgumentError) as refused:  # which does not say where in a list or dict the number is
         check_options(work, {option: value})
     assert str(refused.value).startswith(option) and words.split("; ")[1][:20] in str(refused.value)
+
+
+def test_an_unknown_name_is_refused_with_the_one_that_was_meant():
+    for call, words in (
+        (lambda: work(deph=3), "work takes no deph; did you mean depth?"),  # pyright: ignore[reportCallIssue]
+        (
+            lambda: SpecialistTraining("store", alocation=[2]),
+            "DraftOptions takes no alocation; did you mean allocation?",
+        ),
+        (lambda: SpecialistTraining("store", lr=1.0), "DraftOptions takes no lr; did you mean learning_rate?"),
+    ):
+        with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
+            call()
+
+
+@pytest.mark.parametrize("given", [6, "2,2,2", {"a": 1}, [True], None], ids=str)
+def test_an_allocation_that_is_not_a_list_is_named_as_it_was_given(given):
+    with pytest.raises(ValueError, match=rf"^allocation is {re.escape(repr(given))}; it must be a list of positive"):
+        DraftOptions(allocation=given)
 
 
 def test_a_number_inside_its_range_is_taken():

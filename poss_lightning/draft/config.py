@@ -55,13 +55,15 @@ class DraftOptions:
     vocabulary_size: Size | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "allocation", tuple(self.allocation))
-        positive = all(isinstance(run, int) and run > 0 for run in self.allocation)
-        if not self.allocation or not positive or sum(self.allocation) > MAX_POSITIONS:
+        runs: Any = self.allocation
+        is_list = isinstance(runs, list | tuple) and len(runs) and all(type(run) is int and run > 0 for run in runs)
+        if not is_list or sum(runs) > MAX_POSITIONS:
+            shown = [*runs] if isinstance(runs, tuple) else runs
             raise ValueError(
-                f"allocation is {list(self.allocation)}; it must be a list of positive integers, e.g. [2, 2, 2], of "
-                f"{MAX_POSITIONS} positions at most"
+                f"allocation is {shown!r}; it must be a list of positive integers, e.g. [2, 2, 2], of {MAX_POSITIONS} "
+                "positions at most"
             )
+        object.__setattr__(self, "allocation", tuple(runs))
         refuse_types(self)
 
     def config_for(self, target: TargetSpec, **fields: Any) -> "DraftConfig":

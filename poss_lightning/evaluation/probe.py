@@ -73,8 +73,6 @@ def _log(module: SpecialistTraining, accepted: list[int], depth: int, tau: str, 
     shares = torch.atleast_1d(positions.compute())  # (K,), which torchmetrics would squeeze
     if shares[0].isnan():
         rank_zero_warn(f"there is no {tau}, as no answer is long enough for a round: give more or longer ones")
-        return module.log_shared(
-            tau, shares[0], logger=False
-        )  # for a ModelCheckpoint
+        return module.log_shared(tau, shares[0], logger=False)  # for a ModelCheckpoint
     module.log_shared(tau, 1 + shares.cumprod(0).sum(), prog_bar=True)
     module.log_by_depth(by_depth, shares)

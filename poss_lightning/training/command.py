@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import torch
 import yaml
 from lightning import Trainer
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from poss_lightning.configs import config_files, explain_option, set_up_parser
+from poss_lightning.configs import config_files, explain_option, files_with, set_up_parser
 from poss_lightning.draft.folder import load_checkpoint
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
@@ -116,11 +117,12 @@ class Training(LightningCLI):
         parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.files = config_files(args)
         try:
             # In its own context: jsonargparse would keep the parser in this one, and with it all that is trained.
             self.config = copy_context().run(parser.parse_args, args)
         except ArgumentError as error:
-            raise explain_option(error, self._parser(args[0]), config_files(args)) from error
+            raise explain_option(error, self._parser(args[0]), self.files) from error
         place_training(self.options)
 
     def _parse_ckpt_path(self) -> None:
@@ -142,6 +144,10 @@ class Training(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
+        if (accelerator := self.options.trainer.accelerator) in ("gpu", "cuda") and not torch.cuda.is_available():
+            places = "; see ".join(["", *files_with("trainer.accelerator", self.files)])
+            words = f"trainer.accelerator is {accelerator}, and torch finds no GPU here; it must be cpu or auto"
+            raise ValueError(f"{words}, as in trainer/cpu.yaml{places}")
         for config in (self.config, self.config_init):  # the first is written to config.yaml
             trainer = self._get(config, "trainer")
             if self.config.subcommand != "fit":  # its scalars would count as the training's, in whose folder they are

@@ -20,7 +20,7 @@ from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_w
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
-from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers
+from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers, refuse_unknown
 from poss_lightning.training.checks import check_precision, check_target, check_trainer
 from poss_lightning.training.optimizers import (
     NormGuard,
@@ -101,6 +101,7 @@ class SpecialistTraining(lightning.LightningModule):
         **draft: Any,
     ):
         refuse_numbers(SpecialistTraining, locals())
+        refuse_unknown(draft, DraftOptions, SpecialistTraining)
         options = DraftOptions(**draft)
         super().__init__()
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
