@@ -23,7 +23,6 @@ TOOLS = {
     "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
     "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
     "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
-    "plan": ("poss_lightning.training.plan", "memory, store and time of a training, before it starts"),
     "convert": (
         "poss_lightning.interop.convert",
         "convert a draft, or a checkpoint, between formats and dtypes",

@@ -20,7 +20,7 @@ ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:
-    """The options of a draft for any target: each is one of `poss fit` and `poss plan`, and a field of its config.
+    """The options of a draft for any target: each is one of `poss fit`, and a field of its config.
 
     Args:
         allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.

@@ -14,10 +14,8 @@ from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
-from poss_lightning.machine import SUMS
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.training.module import SpecialistTraining
-from poss_lightning.training.plan import step_flops
 from poss_lightning.training.run_folder import LAST, check_trainer_folder, folder_of
 from poss_lightning.training.stopping import Stop
 from poss_lightning.training.strategies import save_draft
@@ -77,17 +75,6 @@ class DraftFolders(lightning.Callback):
 
     def load_state_dict(self, state_dict: dict) -> None:
         self.best = state_dict["best"]
-
-
-class ValidateFirst(lightning.Callback):
-    """Validates once before the first step, so that every curve begins with the draft that training starts from."""
-
-    def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        """In the first epoch, when `on_train_start` of every callback has run."""
-        if trainer.global_step == 0:
-            trainer.validating = True
-            trainer.fit_loop.epoch_loop.val_loop.run()
-            trainer.training = True
 
 
 class StepBar(TQDMProgressBar):
@@ -223,27 +210,25 @@ def _log_steps(trainer: lightning.Trainer) -> int:
 
 
 class Throughput(lightning.Callback):
-    """Logs slots/s, tokens/s and TFLOP/s of all processes, waiting, and peak memory, every `log_every_n_steps`.
+    """Logs slots/s of all processes, those where pass 1 counts, and peak GPU memory, every `log_every_n_steps`.
 
-    Slots are those where pass 1 counts. FLOPs are those of the method's matrix products (`step_flops`), so the rate is
-    the model's, not the hardware's. Waiting is the share of time between steps: reading, transfer, noise, online
-    features and Lightning's own work, but not validation. On a GPU, which works in that time, it is an upper bound.
+    The time of a validation does not count.
     """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self._restart(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
-        self.waited += time.monotonic() - self.batch_ended
+        self.step, self.slots, self.started = trainer.global_step, 0, time.monotonic()
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
-        if any(batch.spans):  # not one that only fills up the step
-            self._add(pl_module, batch)
-        self.batch_ended = time.monotonic()
+        self.slots += int((batch.host_counts > 0).sum())
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
-        if every and trainer.global_step > self.step and trainer.global_step % every == 0:  # when Lightning logs
-            self._log(trainer, pl_module)
-            self._restart(trainer, pl_module)
+        if not every or trainer.global_step == self.step or trainer.global_step % every:
+            return
+        # Tensors of the host: Lightning would copy numbers to the device, and read the bar's after every batch.
+        slots = trainer.strategy.reduce(torch.tensor(self.slots, device=pl_module.device), reduce_op="sum").cpu()
+        pl_module.log("throughput/slots_per_second", slots / (time.monotonic() - self.started), prog_bar=True)
+        if pl_module.device.type == "cuda":  # of this process, since it began
+            pl_module.log("throughput/peak_gib", torch.cuda.max_memory_allocated(pl_module.device) / 2**30)
+        self.on_train_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         self.validation_started = time.monotonic()
@@ -251,34 +236,3 @@ class Throughput(lightning.Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.started += time.monotonic() - self.validation_started
-            self.batch_ended = time.monotonic()
-
-    def _add(self, module: SpecialistTraining, batch: Batch) -> None:
-        tokens = sum(map(sum, batch.lengths))
-        keys = sum(length * (length + 1) / 2 for row in batch.lengths for length in row)
-        slots, anchors = (batch.counts > 0).sum(), module.hparams["anchors"]
-        flops = step_flops(
-            module.draft.config,
-            vocabulary=len(module.embed_head.head),
-            tokens=tokens,
-            slots=slots if anchors is None else slots.clamp(max=anchors * len(batch.tokens)),
-            context=keys / tokens,
-        )
-        self.totals += torch.stack([slots, slots.new_full((), tokens), flops]).to(self.totals)  # on the device: no wait
-
-    def _log(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        # Tensors of the host: Lightning would copy numbers to the device, and read the bar's after every batch.
-        slots, tokens, flops = trainer.strategy.reduce(self.totals, reduce_op="sum").cpu()  # waits for the device
-        elapsed = time.monotonic() - self.started
-        pl_module.log("slots/s", slots / elapsed, prog_bar=True, logger=False)  # a short name, for the bar
-        pl_module.log("throughput/slots_per_second", slots / elapsed)
-        pl_module.log("throughput/tokens_per_second", tokens / elapsed)
-        pl_module.log("throughput/teraflops", flops / elapsed / 1e12)
-        pl_module.log("throughput/waiting", torch.tensor(self.waited / elapsed), prog_bar=True)
-        if pl_module.device.type == "cuda":  # of this process, since it began
-            pl_module.log("throughput/peak_gib", torch.cuda.max_memory_allocated(pl_module.device) / 2**30)
-
-    def _restart(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
-        self.step, self.waited = trainer.global_step, 0.0
-        self.totals = torch.zeros(3, dtype=SUMS, device=pl_module.device)  # slots, tokens, FLOPs
-        self.started = self.batch_ended = time.monotonic()

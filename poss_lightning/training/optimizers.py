@@ -16,7 +16,6 @@ from poss_lightning.draft.specialists import Specialists
 from poss_lightning.training.strategies import DeepSpeed
 
 MAX_NAMED = 64  # conversations in a message
-UNDIVIDED = "optimizer is muon, which needs whole matrices on every process: take adamw, or ddp"
 
 
 def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:

@@ -89,6 +89,7 @@ def restore_progress(trainer: lightning.Trainer, checkpoint: dict) -> None:
     accumulated batches. So its counters follow the schedule, which knows how many of the epoch's batches are done.
     """
     saved, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop
+    epochs: Any
     (state,) = saved["state_dict"].get("combined_loader") or [None]
     if state is None or not isinstance(data := getattr(trainer, "datamodule", None), FeatureData):
         return

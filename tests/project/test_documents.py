@@ -214,14 +214,12 @@ def test_the_family_of_the_worked_example_is_tested():
 
 ADDED = """
 from pathlib import Path
-from poss_lightning import cli
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.training.fit import compose
 print(compose("draft/hass.yaml", {"data": {"store": "any"}, "model": {"damping": 0.5}})["model"]["damping"])
 Path("pairs.jsonl").write_text('{"pairs": [["Hi", "Hello"], ["How?", "So."]]}')
 print([message["content"] for message in read_conversations("pairs.jsonl")[0].messages])
-cli.run("plan", ["--damping=0.5"])
-cli.run("plan", ["--damping=2"])
+compose("draft/hass.yaml", {"data": {"store": "any"}, "model": {"damping": 2}})
 """
 
 
@@ -233,5 +231,5 @@ def test_an_option_of_a_draft_and_a_record_form_are_added_in_one_place(tmp_path)
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=large)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=changes, text=True, check=True)
     done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.startswith("0.5\n['Hi', 'Hello', 'How?', 'So.']\n") and "687.9 M parameters" in done.stdout
+    assert done.stdout.startswith("0.5\n['Hi', 'Hello', 'How?', 'So.']\n")
     assert "damping is 2; it must be less than or equal to 1" in done.stderr

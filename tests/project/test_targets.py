@@ -1,5 +1,6 @@
 """Real targets at their real sizes, without weights; and docs/reproduce.md, command by command."""
 
+import runpy
 import shlex
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sweep import Cell, Sweep
+from poss_lightning.target.describe import spec_of
 from poss_lightning.target.masks import layer_windows
-from poss_lightning.training.plan import TARGETS, count_parameters, count_specialist_parameters, token_bytes
 from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 
@@ -31,6 +33,7 @@ PUBLISHED = {  # what sizes depend on in a config.json; and millions of all weig
         ("qwen3-8b", ("qwen3", 4096, 12288, 36, 32, 8, 151936, 40960, 1e6, 1e-6), {"head_dim": 128}, (8190.7, 192.9)),
     )
 }
+TARGETS = {name: spec_of(AutoConfig.for_model(**given), name) for name, (given, *_) in PUBLISHED.items()}
 OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("llama-3-8b", "qwen3-8b")]
 EIGHT_B = {"eagle": ([6], 1), "hass": ([6], 3), "poss1": ([1] * 7, 7), "poss2": ([2] * 4, 8), "poss3": ([3] * 4, 12)}
 THIRTEEN_B = EIGHT_B | {"poss1": ([1] * 6, 6), "poss2": ([2] * 3, 6), "poss3": ([3] * 2, 6)}
@@ -42,6 +45,16 @@ def experiment(name: str) -> dict[str, Cell]:
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
 
 
+def empty_draft(config: DraftConfig) -> Specialists:
+    """A draft whose parameters have shapes, but take no memory."""
+    with torch.device("meta"):
+        return make_draft(config, config.vocabulary_size and torch.arange(config.vocabulary_size, device="cpu"))
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 # --- sizes ---
 
 
@@ -51,15 +64,14 @@ def test_a_target_has_the_sizes_that_its_drafts_are_made_for(name):
     spec, config = TARGETS[name], AutoConfig.for_model(**given)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6, 1) == millions
+    assert round(count(model) / 1e6, 1) == millions
     ends = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     assert [tuple(end.shape) for end in ends] == [(spec.vocab_size, spec.hidden_size)] * 2
     assert (config.max_position_embeddings, config.rms_norm_eps) == (spec.context, spec.norm_eps)
     assert (config.rope_parameters["rope_theta"], config.num_hidden_layers) == (spec.rope_theta, spec.layers)
     layer_windows(config, spec.context)  # refuses layers that a tree cannot be read with
 
-    with torch.device("meta"):
-        layer = make_draft(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
+    layer = empty_draft(DraftConfig(target=spec, allocation=(1,), depth=1)).layers[0]
     theirs = {key.split(".")[-2]: value.shape for key, value in model.base_model.layers[0].state_dict().items()}
     theirs["norm"] = theirs["post_attention_layernorm"]
     ours = {key.removesuffix(".weight"): value.shape for key, value in layer.state_dict().items()}
@@ -75,7 +87,7 @@ def test_the_drafts_of_a_target_s_experiment(name):
     for allocation, depth in depths.values():
         config = DraftConfig(target=TARGETS[name], allocation=tuple(allocation), depth=depth)
         check_reach(config)
-        assert round(count_specialist_parameters(config) / 1e6, 1) == PUBLISHED[name][2]
+        assert round(count(empty_draft(config).layers[0]) / 1e6, 1) == PUBLISHED[name][2]
 
 
 def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
@@ -86,9 +98,13 @@ def test_drafts_that_fuse_layers_have_the_sizes_counted_by_hand():
         model = {"kv": "separate"} | cell.training["model"]
         own = {name: model[name] for name in ("allocation", "depth", "detach", "vocabulary_size", "kind", "kv")}
         config = DraftConfig(target=TARGETS["llama-3.1-8b"], **own)
-        assert count_parameters(config) == len(config.allocation) * layer + around
+        assert count(empty_draft(config)) == len(config.allocation) * layer + around
         check_reach(config)
-        assert token_bytes(config, "exact") == 4 * 8192 + 8  # the feature, three layers; the token and the greedy one
+
+
+def test_the_table_of_sizes_is_the_one_that_its_script_prints(capsys):
+    runpy.run_path(str(ROOT / "docs/sizes.py"))
+    assert capsys.readouterr().out in (ROOT / "docs/clusters.md").read_text()
 
 
 # --- settings ---
