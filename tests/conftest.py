@@ -17,7 +17,6 @@ from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.writing import write_store
 from poss_lightning.target.model import Target
-from tests.support import pretended
 from tests.support.command import Poss, run_in
 from tests.support.inputs import write_inputs
 from tests.support.stores import SIZES, make_conversations
@@ -25,7 +24,6 @@ from tests.support.tiny import tiny_target, write_target
 
 if os.environ.get("POSS_DEVICE", "cpu") == "cpu":  # `make test-gpu` and `make test-vllm` set it; others use no GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    pretended.register()  # beside a GPU, torch would pin memory for it, and autograd would wait for its streams
 for name in [*os.environ]:  # settings of the user's shell, or of the cluster's job in which the tests run
     if name.startswith("SLURM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]

@@ -19,19 +19,19 @@ CASES = {
 }
 
 
-def check_cases(folder: str, names: list[str]) -> None:
+def check_cases(folder: str) -> None:
     place = Place(Path(folder))
-    for name in names:
+    for name, faults in CASES.items():
         whole = place.observe(WRITERS[name]).whole
-        for fault in CASES[name]:
+        for fault in faults:
             problem = place.check(WRITERS[name], Fault.parse(fault), whole)
             assert problem is None, f"python -m benchmarks.faults {name} {fault}: {problem}"
 
 
-@pytest.mark.parametrize("names", [["convert"], pytest.param([*CASES], marks=pytest.mark.nightly)], ids=["one", "all"])
-def test_commands_survive(tmp_path, names):
+@pytest.mark.nightly
+def test_commands_survive(tmp_path):
     """In a process of its own, which forks."""
-    forked(1, check_cases, str(tmp_path), names)
+    forked(1, check_cases, str(tmp_path))
 
 
 def test_every_command_that_writes_is_among_them():

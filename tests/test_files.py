@@ -141,18 +141,9 @@ def test_the_hub_s_reason_is_given_in_one_line(monkeypatch):
         fetch("a/draft", "draft", ["*"], ", nor a friend's")
 
 
-def test_a_json_object_may_have_a_byte_order_mark_and_all_else_is_named(tmp_path):
-    path = tmp_path / "run.json"
-    path.write_bytes(b"\xef\xbb\xbf" + '{"größe": 1}'.encode())
-    assert read_json(path) == {"größe": 1}
-    for content, words in (
-        (b"{oops", "is not JSON: Expecting property name"),
-        ("{'größe'}".encode("latin-1"), "is not JSON: 'utf-8' codec can't decode"),
-        (b"[]", "is a list; it must be a JSON object"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=re.escape(f"{path} {words}")):
-            read_json(path)
+def test_a_json_object_may_have_a_byte_order_mark(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"\xef\xbb\xbf" + '{"größe": 1}'.encode())
+    assert read_json(tmp_path / "run.json") == {"größe": 1}
 
 
 def test_a_public_name_has_no_home(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from poss_lightning import cli
 from tests.support.command import left, run_in
 from tests.support.fuzz import Command, command_lines
 
+pytestmark = pytest.mark.nightly
 COMMANDS = [*cli.TOOLS, *cli.TRAINER]
 TOTAL = int(os.environ.get("POSS_FUZZ", "0"))  # commands of a long run
 OPTIONS = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}

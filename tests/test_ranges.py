@@ -3,7 +3,6 @@
 import inspect
 import re
 from argparse import ArgumentError
-from dataclasses import replace
 from importlib import import_module
 from typing import Annotated, get_args, get_origin
 
@@ -15,7 +14,6 @@ from poss_lightning.draft.config import DraftOptions
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.ranges import Count, Position, Seed, Temperature, Weight, check_numbers, has_range
 from poss_lightning.training.module import SpecialistTraining
-from tests.support.tiny import tiny_draft
 
 
 @check_numbers
@@ -63,12 +61,6 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant():
             call()
 
 
-@pytest.mark.parametrize("given", [6, "2,2,2", {"a": 1}, [True], None], ids=str)
-def test_an_allocation_that_is_not_a_list_is_named_as_it_was_given(given):
-    with pytest.raises(ValueError, match=rf"^allocation is {re.escape(repr(given))}; it must be a list of positive"):
-        DraftOptions(allocation=given)
-
-
 def test_a_number_inside_its_range_is_taken():
     assert work() == work(64, 1e-6, [1], {"a": 1}) == work(depth=64, runs=None, seed=True) == 64
     assert check_options(work, {"depth": 3, "weights": {"a": 1}})["weights"] == {"a": 1.0}
@@ -93,13 +85,3 @@ def test_every_number_that_people_give_has_a_range(owner):
     if any(map(has_range, annotations.values())) and owner not in (DraftOptions, SpecialistTraining):
         # the one checks itself, the hyperparameters of the other's subclasses allow no wrapper
         assert hasattr(owner.__init__ if inspect.isclass(owner) else owner, "__wrapped__")
-
-
-def test_a_module_and_a_config_refuse_numbers_of_their_dicts_and_sizes(target):
-    with pytest.raises(ValueError, match=r"^loss.token is 1e\+300; it must be less"):
-        SpecialistTraining("nowhere", allocation=[1], loss={"token": 1e300})
-    config = tiny_draft(target, [1]).config
-    with pytest.raises(ValueError, match=r"^vocabulary_size is 0; it must be greater than or equal to 1"):
-        replace(config, vocabulary_size=0)
-    with pytest.raises(ValueError, match=r"^detach is 'yes'; it must be a valid boolean"):
-        replace(config, detach="yes")

@@ -1,4 +1,4 @@
-"""Places where a command must not write: each refuses them in one line, and leaves them as they were."""
+"""What is refused: calls, a row for each function that raises, and places where a command must not write."""
 
 import inspect
 from importlib import import_module
@@ -7,7 +7,46 @@ from pathlib import Path
 import pytest
 
 from poss_lightning import cli
+from poss_lightning.configs import locate_configs, read_config
+from poss_lightning.decoding.plans import Plan
+from poss_lightning.draft.config import DraftConfig, DraftOptions
+from poss_lightning.features.schedule import split
+from poss_lightning.files import read_json
+from poss_lightning.losses.passes import check_weights
+from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.training.module import SpecialistTraining
 from tests.support.command import Result, run_in, says, unchanged
+
+# --- calls ---
+
+TWO = {"depth": 2, "allocation": (1, 1)}
+REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by name; words of what it says
+    (check_weights, ({"tokens": 1.0}, True), "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
+    (choose_device, ("warp",), "device is 'warp', which this machine or this torch does not have"),
+    (choose_dtype, ("int3", "cpu"), "dtype is 'int3'; it must be auto, bfloat16, float16 or float32"),
+    (read_json, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not JSON: Expecting value"),
+    (read_config, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not valid YAML: while scanning"),
+    (locate_configs, (["--config", "draft/has.yaml"],), "which `poss list` shows; did you mean draft/hass.yaml?"),
+    (split, (["a"] * 8, 0.5, 0), "there is one conversation: none can be held out"),
+    (Plan, (7, 7), "nodes is 7, which cannot hold a path of depth 7 and its root: give at least 8"),
+    (Plan, (65,), "depth is 65; it must be less than or equal to 64"),
+    (DraftOptions, {"allocation": "2,2,2"}, "allocation is '2,2,2'; it must be a list of positive"),
+    (SpecialistTraining, {"store": "x", "allocation": [1], "loss": {"token": 1e300}}, "loss.token is 1e+300; it must"),
+    (DraftConfig, lambda target: {"target": target.spec, "detach": "yes"} | TWO, "detach is 'yes'; it must be a valid"),
+    (DraftConfig, lambda target: {"target": target.spec, "fc_norm": True} | TWO, "fc_norm is True, which only kind"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "words"), REFUSED_CALLS, ids=lambda each: getattr(each, "__name__", ""))
+def test_a_call_is_refused_in_one_line(request, call, arguments, words):
+    if callable(arguments):
+        arguments = arguments(*map(request.getfixturevalue, inspect.signature(arguments).parameters))
+    with pytest.raises((ValueError, OSError)) as error:
+        call(**arguments) if isinstance(arguments, dict) else call(*arguments)
+    assert words in str(error.value)
+
+
+# --- places ---
 
 TINY = ("--target", "{inputs}/target", "--dtype", "float32")
 WRITERS = {  # arguments before the name of the output, and after

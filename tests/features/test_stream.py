@@ -87,11 +87,6 @@ def test_a_side_depends_on_the_conversation_alone_and_none_is_empty(count, valid
     assert abs(len(held) - validation * count) < 50
 
 
-def test_one_conversation_is_not_split_however_often_it_is_there():
-    with pytest.raises(ValueError, match="there is one conversation: none"):
-        split(["a"] * 8, 0.5, 0)
-
-
 def naive_best_fit(ordered: list[int], lengths: np.ndarray, capacity: int) -> list[list[int]]:
     batches: list[list[int]] = []
     for index in ordered:

@@ -30,6 +30,7 @@ from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_draft
 from tests.support.writers import CALLBACKS, TRAINER
 
+pytestmark = pytest.mark.nightly
 MAKEFILE = (ROOT / "Makefile").read_text()
 ASKING = {"--help", "--version"}
 
@@ -128,7 +129,6 @@ SMALL = {  # appended to a command's own options, so these win
 }
 
 
-@pytest.mark.nightly
 def test_the_worked_examples_run(desk, tiny_folder, capsys):
     """Page by page, in one folder: every command of their shell blocks, in order."""
     for name in ("own-target.md", "experiments.md", "extending.md"):

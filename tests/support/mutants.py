@@ -41,6 +41,7 @@ MUTANTS = load()
 def failing(folder: Path, tests: str) -> str | None:
     """The first of these tests that fails in a copy of the repository; None if all pass."""
     command = [sys.executable, "-m", "pytest", "-qx", "--no-header", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not vllm"]  # nightly ones, too
     command += dict.fromkeys(f"tests/{name}" for name in tests.split())
     printed = subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
     failed = re.search(r"^FAILED (.*?)(?: - |$)", printed, re.MULTILINE)

@@ -57,7 +57,6 @@ class PretendedDevice(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        register()
         self.waits: list[str] = []
         self.captures = 0
         self.graph: Any = None
@@ -112,12 +111,8 @@ def decomposes(func: Any) -> bool:
     return func._can_decompose()
 
 
-@cache
 def register() -> tuple[torch.library.Library, ...]:
-    """Tell torch of the device, once, before anything has a gradient: autograd counts devices when it first runs.
-
-    What is returned must be kept.
-    """
+    """Tell torch of the device, once; what is returned must be kept."""
     _setup_privateuseone_for_python_backend("pretend", backend_module=MODULE)
     # `torch.tensor(..., device=DEVICE)` then makes a tensor of the host, and moves it, as it does for CUDA.
     torch._C._set_only_lift_cpu_tensors(True)
@@ -137,3 +132,8 @@ def _autocast(operation: Any, dtype: torch.dtype | None, /, *args: Any, **kwargs
     args, kwargs = replace_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, (args, kwargs))
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
         return operation(*args, **kwargs)
+
+
+LIBRARIES = (
+    register()
+)  # where pytest collects, before anything has a gradient: autograd counts devices when it first runs

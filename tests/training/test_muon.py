@@ -4,6 +4,7 @@ import copy
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from poss_lightning.training.optimizers import Muon
@@ -64,6 +65,7 @@ def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tens
     return [*(p.detach() for p in own), *(optimizer.state[p]["momentum_buffer"] for p in own[:3])]
 
 
+@pytest.mark.nightly
 def test_two_processes_take_the_steps_of_one_bitwise(tmp_path):
     forked(2, share_steps, tmp_path)
     alone = take_steps()

@@ -41,6 +41,7 @@ from tests.support.tolerance import LAYER, close, tolerance, tolerance_of_adamw
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4), "block": (2, 3, 4)}
 OPTIONS = {"eagle2": {}, "eagle3": EAGLE3, "block": BLOCK | {"allocation": [3]}}
 MODEL = {"allocation": [2, 1], "learning_rate": 1e-3, "warmup": 0.0, "vocabulary_size": 200}
+pytestmark = pytest.mark.nightly
 PASSES, STEPS = 3, 4
 MUON = tolerance(sums=15 * STEPS, dtype=torch.bfloat16)  # a step orthogonalises by 15 products in bfloat16
 ADAMW = tolerance_of_adamw(sums=3 * PASSES * LAYER)  # forward and backward
@@ -134,8 +135,8 @@ def fit(stores, train, tmp_path):
         ("eagle2", {"optimizer": "muon"}),
         ("eagle3", {"kv": "shared"}),
         ("block", {"anchors": 3}),
-        pytest.param("block", {}, marks=pytest.mark.nightly),
-        *(pytest.param(kind, DPACE, marks=pytest.mark.nightly) for kind in LAYERS),
+        ("block", {}),
+        *((kind, DPACE) for kind in LAYERS),
     ],
     ids=str,
 )

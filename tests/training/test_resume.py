@@ -189,6 +189,7 @@ def test_the_rate_falls_to_0_at_the_end_with_other_steps(store, tmp_path, ends):
     assert abs(steps - trainer.estimated_stepping_batches) <= 1
 
 
+@pytest.mark.nightly
 def test_with_fewer_processes_no_sample_is_lost_or_doubled(store, tmp_path):
     afters = (1, 3)
     forked(2, die_on_two, store, tmp_path, afters)

@@ -121,7 +121,7 @@ class Send(lightning.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stop_and_resume(store, folder, strategy: str, cases) -> None:
+def stop_and_resume(store, folder, strategy: str) -> None:
     """One of two processes."""
 
     def run(place, *callbacks, **more):
@@ -130,7 +130,7 @@ def stop_and_resume(store, folder, strategy: str, cases) -> None:
         return gather_state(module.draft)
 
     whole = run("whole", LastCheckpoint(1))
-    for where, ranks in cases:
+    for where, ranks in CASES:
         place = f"{where}-{len(ranks)}"
         with pytest.raises(SystemExit) as ended:
             run(place, Send(where, ranks), LastCheckpoint(1 if where == "saving" else 100))
@@ -141,13 +141,7 @@ def stop_and_resume(store, folder, strategy: str, cases) -> None:
         assert all(torch.equal(value, again[name]) for name, value in whole.items()), (where, ranks)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "cases"),
-    [
-        ("ddp", CASES[2:3]),
-        pytest.param("ddp", CASES, marks=pytest.mark.nightly),
-        *(pytest.param(f"zero{k}", CASES, marks=[needs_deepspeed, pytest.mark.nightly]) for k in (1, 2, 3)),
-    ],
-)
-def test_processes_stop_after_the_same_step_and_resume(store, tmp_path, strategy, cases):
-    forked(2, stop_and_resume, store, tmp_path, strategy, cases)
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(f"zero{k}", marks=needs_deepspeed) for k in (1, 2, 3))])
+def test_processes_stop_after_the_same_step_and_resume(store, tmp_path, strategy):
+    forked(2, stop_and_resume, store, tmp_path, strategy)

@@ -29,12 +29,12 @@ from tests.support.steps import Weights, difference, plain_steps, step_by_step, 
 from tests.support.tiny import tiny_target
 from tests.support.tolerance import LAYER, tolerance_of_adamw
 
-NIGHTLY = [needs_deepspeed, pytest.mark.nightly]  # processes of ZeRO take long
-
 
 def each(*names: str) -> list:
-    """Parameters, of which those of ZeRO are nightly."""
-    return [pytest.param(name, marks=NIGHTLY * ("zero" in name)) for name in names]
+    """Parameters, of which those of several processes are nightly."""
+    nightly, zero = pytest.mark.nightly, [needs_deepspeed]
+    marks = {name: [nightly] * (not name.startswith("one")) + zero * ("zero" in name) for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in names]
 
 
 NAMES = ("one", "ddp", "zero1", "zero2", "zero3")
@@ -65,8 +65,11 @@ def trained(request, sources, tmp_path_factory) -> Path:
     store, initial = sources["eagle2"]["store"], sources["eagle2"]["initial"]
     every = {strategy: runs(out, strategy, other, sources["eagle3"]) for other, strategy in pairwise(("one", *NAMES))}
     forked(1, ranks.main, store, initial, every["one"])
-    forked(2, ranks.main, store, initial, [*every["ddp"], command(out, store, "ddp", {"trainer": {"strategy": "ddp"}})])
-    if any("zero" in item.name and item.path == request.path for item in request.session.items):
+    asked = " ".join(item.name for item in request.session.items if item.path == request.path)
+    if "ddp" in asked:
+        given = [*every["ddp"], command(out, store, "ddp", {"trainer": {"strategy": "ddp"}})]
+        forked(2, ranks.main, store, initial, given)
+    if "zero" in asked:
         offloaded = {"strategy": "zero3-offload", "folder": str(out / "zero3-offload/4"), "world": 2, "accumulate": 2}
         ours = [run for strategy in NAMES if "zero" in strategy for run in every[strategy]]
         given = [*ours, offloaded, command(out, store, "zero3", "trainer/zero3.yaml")]
