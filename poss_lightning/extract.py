@@ -14,7 +14,6 @@ from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
-from poss_lightning.serving.features import vllm_reader
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
 
@@ -89,6 +88,8 @@ def extract(
         raise ValueError(f"tensor_parallel is {tensor_parallel}; it must be 1 without --engine vllm")
     conversations = read_conversations(corpus, split, limit, strict)
     if engine == "vllm":
+        from poss_lightning.serving.features import vllm_reader
+
         where = choose_device(device)
         model = Target.load(target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs)
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)

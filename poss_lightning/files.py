@@ -49,12 +49,8 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 if each.is_file():
                     each.chmod(temporary.stat().st_mode & 0o666)
                 _sync(each)
-        try:
-            check_new(path)  # of two processes the first to finish has it
-            temporary.rename(path)
-        except OSError:
-            check_new(path)
-            raise
+        check_new(path)  # of two processes the first to finish has it
+        temporary.rename(path)
     _sync(path.parent)
 
 
@@ -142,7 +138,7 @@ def check_folder(path: str | Path, *ours: str) -> None:
         ours: names, one of which is in every folder that the same command has begun: a file, or a folder of `Work`.
 
     Raises:
-        FileExistsError: it is a file, or a folder with files of others.
+        FileExistsError: it is a file, or a folder with other files.
         OSError, ValueError: as `check_name`.
     """
     if not check_name(path):
@@ -175,7 +171,7 @@ def check_name(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ValueError, with the file's name, if there is none in it."""
+    """Return the object in a JSON file; ValueError, naming the file, if it is not one."""
     try:
         content = json.loads(Path(path).read_bytes())
     except ValueError as error:  # also of bytes that are not UTF-8

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.dialogues import read_openings, write_dialogues
+from poss_lightning.corpus.dialogues import Choice, read_openings, write_dialogues, write_turn
 from poss_lightning.corpus.formats import report_left_out
-from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
@@ -115,7 +114,7 @@ def answer_questions(
     target: Target,
     questions: list[Question],
     *,
-    answer: tuple[Sampling, int],  # how its tokens are chosen, and their most
+    answer: Choice,
     batch_size: int,
     seed: int,
     settings: Mapping[str, Any],  # everything else that the conversations depend on
@@ -138,7 +137,7 @@ def answer_questions(
         for number, start in enumerate(tqdm(range(0, len(order), batch_size), unit="batch", desc="answer")):
             places = order[start : start + batch_size]
             batch, draws = [questions[place] for place in places], seed * 1_000_003 + number
-            conversations = corpus.batch(number, partial(_answer_batch, loop, batch, *answer, draws))
+            conversations = corpus.batch(number, partial(_answer_batch, loop, batch, answer, draws))
             written |= zip(places, conversations, strict=True)
         kept = [_record(questions[place], written[place], target) for place in lengths if written[place]]
         why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
@@ -159,15 +158,13 @@ def _record(question: Question, messages: Messages, target: Target) -> dict[str,
 
 
 @torch.inference_mode()
-def _answer_batch(
-    loop: PlainLoop, questions: list[Question], sampling: Sampling, limit: int, seed: int
-) -> list[Messages]:
+def _answer_batch(loop: PlainLoop, questions: list[Question], choice: Choice, seed: int) -> list[Messages]:
     """Return a conversation per question.
 
     It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens
     inside, since the target would read these as part of the chat.
     """
-    chat, context = loop.target.chat, loop.target.spec.context
+    chat = loop.target.chat
     generator = torch.Generator().manual_seed(seed)
     conversations: list[Messages] = [[] for _ in questions]
     unfinished = list(range(len(questions)))
@@ -177,16 +174,10 @@ def _answer_batch(
             if turn < len(questions[row].turns):
                 text = {"role": "user", "content": questions[row].turns[turn]}
                 asked[row] = [*(conversations[row] or questions[row].opening), text]
-        prompts = {row: chat.prompt(messages, questions[row].template) for row, messages in asked.items()}
-        fitting = [row for row, prompt in prompts.items() if len(prompt) + limit < context]
-        if not fitting:
-            break
-        written = loop.generate([prompts[row] for row in fitting], limit, chat.stops, sampling, generator)
+        prompts = [chat.prompt(messages, questions[row].template) for row, messages in asked.items()]
         unfinished = []
-        draws = last_draws(loop.sampler, len(fitting))
-        for row, tokens, draw in zip(fitting, written, draws, strict=True):
-            answer: dict[str, Any] = chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
-            if answer["content"].strip():
+        for row, answer in zip(asked, write_turn(loop, prompts, choice, generator), strict=True):
+            if answer and answer["content"].strip():
                 conversations[row] = [*asked[row], answer]
-                unfinished += [row] if chat.is_plain(tokens) else []
+                unfinished += [row] if chat.is_plain(answer["tokens"]) else []
     return conversations

@@ -106,7 +106,7 @@ def _write_batch(
 
     One that fills the target's context ends with the last answer that has room.
     """
-    chat, context = loop.target.chat, loop.target.spec.context
+    chat = loop.target.chat
     generator = torch.Generator().manual_seed(seed)
     conversations: list[Messages] = [[] for _ in range(size)]
     full: list[Messages] = []
@@ -114,32 +114,42 @@ def _write_batch(
     if openings:
         chosen: list[int] = torch.randint(len(openings), (size,), generator=generator).tolist()
         beginnings = [openings[i] for i in chosen]
-    for role, (sampling, limit) in (("user", user), ("assistant", answer)) * turns:
+    for role, choice in (("user", user), ("assistant", answer)) * turns:
         if role == "user":
             prompts = [chat.user_prompt(*pair) for pair in zip(conversations, beginnings, strict=True)]
         else:
             prompts = [chat.prompt(messages) for messages in conversations]
-        rooms = [context - len(prompt) for prompt in prompts]
-        full += [messages for messages, room in zip(conversations, rooms, strict=True) if room <= 0]
-        fitting = [row for row, room in enumerate(rooms) if room > 0]
         continued: list[Messages] = []
-        if fitting:
-            limits = [min(limit, rooms[row]) for row in fitting]
-            texts = loop.generate([prompts[row] for row in fitting], limits, chat.stops, sampling, generator)
-            for row, tokens, draw in zip(fitting, texts, last_draws(loop.sampler, len(fitting)), strict=True):
-                if message := _message(chat, role, beginnings[row], tokens):
-                    drawn = {"drawn": draw.values()} if role == "assistant" and draw else {}
-                    continued.append([*conversations[row], message | drawn])
+        for messages, opening, written in zip(
+            conversations, beginnings, write_turn(loop, prompts, choice, generator), strict=True
+        ):
+            if written is None:
+                full.append(messages)
+            elif message := _message(chat, role, opening, written):
+                continued.append([*messages, message])
         conversations, beginnings = continued, [""] * len(continued)
     answered = (messages[: len(messages) // 2 * 2] for messages in full)
     return conversations + [messages for messages in answered if messages]
 
 
-def _message(chat: Chat, role: str, opening: str, tokens: list[int]) -> Message | None:
+def write_turn(
+    loop: PlainLoop, prompts: list[list[int]], choice: Choice, generator: torch.Generator
+) -> list[Message | None]:
+    """Write the answer to each prompt, cut where the target's context is full; None where there is no room for any."""
+    target, (sampling, limit) = loop.target, choice
+    rooms = [target.spec.context - len(prompt) for prompt in prompts]
+    rows = [row for row, room in enumerate(rooms) if room > 0]
+    limits, fitting = [min(limit, rooms[row]) for row in rows], [prompts[row] for row in rows]
+    texts = loop.generate(fitting, limits, target.chat.stops, sampling, generator) if rows else []
+    answers: list[Message | None] = [None] * len(prompts)
+    for row, tokens, draw in zip(rows, texts, last_draws(loop.sampler, len(rows)), strict=True):
+        answers[row] = target.chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
+    return answers
+
+
+def _message(chat: Chat, role: str, opening: str, written: Message) -> Message | None:
     """Return what `role` wrote after an opening, or None if it is empty or has special tokens inside."""
-    if not chat.is_plain(tokens):
+    text = (opening if role == "user" else "") + written["content"]
+    if not text.strip() or not chat.is_plain(written["tokens"]):
         return None
-    message = chat.message(tokens)
-    if role == "user":
-        message = {"role": role, "content": (opening + message["content"]).strip()}
-    return message if message["content"].strip() else None
+    return {"role": role, "content": text.strip()} if role == "user" else written

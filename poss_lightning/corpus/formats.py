@@ -73,9 +73,14 @@ def unique_name(name: str, used: dict[str, int]) -> str:
 
 
 def parse_line(line: bytes) -> Any:
-    """Parse JSON, NaN as null, as pandas writes an empty cell; Malformed if it is not JSON."""
+    """Parse JSON, NaN as null, as pandas writes an empty cell; Malformed if it is not JSON of texts."""
     try:
-        return json.loads(line, parse_constant=lambda name: None)
+        value = json.loads(line, parse_constant=lambda name: None)
+        if b"\\ud" in line.lower():
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError as error:
+        raise Malformed("it holds half a surrogate pair, which is not text") from error
     except UnicodeDecodeError as error:
         raise Malformed(f"not UTF-8 text ({error}): save the file as UTF-8") from error
     except (ValueError, RecursionError) as error:

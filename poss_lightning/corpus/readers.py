@@ -26,7 +26,6 @@ from poss_lightning.corpus.turns import (
     finish_of,
     has_words,
     read_message,
-    refuse_half_pairs,
     unpacked,
 )
 from poss_lightning.ranges import Count, check_numbers
@@ -119,7 +118,7 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     if not messages:
         return None
     names = [record[key] for key in IDS if record.get(key) not in (None, "")]
-    return Conversation(refuse_half_pairs(str(names[0]), "its id") if names else name, messages, template_of(record))
+    return Conversation(str(names[0]) if names else name, messages, template_of(record))
 
 
 # --- records ---
@@ -165,7 +164,6 @@ def template_of(record: dict[str, Any]) -> dict[str, Any]:
     given = unpacked(record.get("chat_template_kwargs") or {})
     tools = unpacked(record.get("tools") or record.get("functions")) or []
     tools = list(map(unpacked, tools)) if isinstance(tools, list) else tools
-    refuse_half_pairs([given, tools], "'tools' or 'chat_template_kwargs'")
     if not isinstance(given, dict):
         raise Malformed(f"'chat_template_kwargs' must be an object, not {type(given).__name__}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

@@ -18,11 +18,7 @@ _ROLES = {
     **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
 }
-# 0 or false keeps an answer out of the loss; of the others, 1 or true
-_WEIGHTS = ("weight", "loss_weight", "loss", "loss_mask", "compute_loss", "calculate_loss")
-_WEIGHTS += ("train", "training", "trainable", "train_on_turn")
-_MASKS = ("mask", "masked", "is_masked")
-_YES, _NO = ("1", "1.0", "true", "yes"), ("0", "0.0", "false", "no")
+_WEIGHTS = re.compile("(^|_)(weight|loss|mask|masked|train|training|trainable)(_|$)")  # of other names than `weight`
 _CALL_FIELDS = ("tool_calls", "function_call", "function_calls")  # fields of an assistant's turn
 _ARGUMENTS = ("arguments", "parameters", "args", "input")  # of a tool call
 _CUT = ("length", "max_tokens", "max_length", "max_new_tokens")  # reasons why an answer ends without an end
@@ -34,7 +30,7 @@ _PARTS = {
     **dict.fromkeys(("tool_use", "tool_call", "function_call"), "calls"),
 }
 _READ = {"role", "from", "content", "value", "name", "tokens", "drawn", "finish_reason", "stop_reason"}
-_READ |= {*_WEIGHTS, *_MASKS, *_CALL_FIELDS, *THOUGHT_FIELDS}
+_READ |= {"weight", *_CALL_FIELDS, *THOUGHT_FIELDS}
 # Fields that say how or when an answer was written, not what it says. Others that hold words are refused.
 _ABOUT = {"id", "type", "index", "call_id", "status", "state", "model", "author", "source", "metadata", "usage"}
 _ABOUT |= {"timestamp", "created_at", "date", "header", "country", "language", "lang", "logprobs", "annotations"}
@@ -53,7 +49,7 @@ def read_message(turn: object, where: str) -> Message:
     """
     if not isinstance(turn, dict):
         raise Malformed(f"{where} must be an object, not {type(turn).__name__}")
-    return refuse_half_pairs(_message(turn, _role(turn, where), where), where)
+    return _message(turn, _role(turn, where), where)
 
 
 def filled(record: dict[str, Any], *keys: str) -> str | None:
@@ -86,7 +82,7 @@ def _message(turn: dict[str, Any], role: str, where: str) -> Message:
     value = next((turn[key] for key in ("content", "value") if turn.get(key) is not None), "")
     if role == _CALL:
         calls = value if isinstance(value, dict) or has_calls(value) else _text(value, where)
-        return {"role": "assistant", "content": "", "tool_calls": _calls(calls, where)} | _weight(turn)
+        return {"role": "assistant", "content": "", "tool_calls": _calls(calls, where)} | _weight(turn, where)
     if role == "tool" and not isinstance(value, str | list):  # a result that is no text
         value = json.dumps(value, ensure_ascii=False, default=str)
     named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
@@ -95,7 +91,7 @@ def _message(turn: dict[str, Any], role: str, where: str) -> Message:
     for key in turn.keys() - _READ - _ABOUT:
         if has_words(turn[key]):
             raise Malformed(f"{where} has {key!r}, which is not read: name thoughts 'reasoning_content', or remove it")
-    return {"role": role, **_answer(turn, value, where), **named, **finish_of(turn), **_weight(turn)}
+    return {"role": role, **_answer(turn, value, where), **named, **finish_of(turn), **_weight(turn, where)}
 
 
 def _answer(turn: dict[str, Any], value: Any, where: str) -> Message:
@@ -140,15 +136,15 @@ def finish_of(said: dict[str, Any]) -> Message:
     return {"finish_reason": "length" if str(reason).lower() in _CUT else reason} if reason else {}
 
 
-def _weight(turn: dict[str, Any]) -> Message:
-    if turn.get("train_detail"):
-        raise Malformed("an answer has 'train_detail', and only whole answers can be kept out of the loss")
-    given = [key for key in (*_WEIGHTS, *_MASKS) if turn.get(key) not in (None, "")]
-    said = {key: str(turn[key]).strip().lower() for key in given}
-    if odd := [key for key in given if said[key] not in _YES + _NO]:
-        key = odd[0]
-        raise Malformed(f"an answer's {key!r} is {turn[key]!r}; it must be 0 or 1: answers count whole or not at all")
-    return {"weight": 0} if any((said[key] in _YES) == (key in _MASKS) for key in given) else {}
+def _weight(turn: dict[str, Any], where: str) -> Message:
+    """Return `weight` 0 for an answer that is kept out of the loss."""
+    if other := [key for key in turn if _WEIGHTS.search(key) and key != "weight" and turn[key] not in (None, "")]:
+        raise Malformed(f"{where} has {other[0]!r}: an answer that is kept out of the loss has 'weight': 0")
+    if turn.get("weight") not in (None, 0, 1):
+        raise Malformed(
+            f"{where}: 'weight' is {turn['weight']!r}; it must be 0 or 1: answers count whole or not at all"
+        )
+    return {"weight": 0} if turn.get("weight") == 0 else {}
 
 
 # --- texts and their parts ---
@@ -196,15 +192,6 @@ def _text(value: Any, where: str) -> str:
     if parts["thoughts"] or parts["calls"]:
         raise Malformed(f"{where} has thoughts or calls, and is not an assistant's")
     return parts["content"]
-
-
-def refuse_half_pairs(said: Any, what: str) -> Any:
-    """Return the value; Malformed if one of its texts holds half a surrogate pair."""
-    try:
-        json.dumps(said, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        raise Malformed(f"{what} holds half a surrogate pair, which is not text") from error
-    return said
 
 
 # --- tool calls ---

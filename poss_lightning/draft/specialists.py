@@ -43,7 +43,7 @@ class Specialists(nn.Module):
         vocabulary: (V,) token ids the draft may propose, ascending; None for all.
 
     Attributes:
-        trained_on: digests of the texts that it was trained on, see `features/texts.py`; empty where they are unknown.
+        trained_on: digests of the texts that it was trained on, see `features/source.py`; empty where they are unknown.
 
     Raises:
         ValueError: a vocabulary that contradicts the config, or is not ascending token ids.

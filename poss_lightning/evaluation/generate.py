@@ -90,6 +90,7 @@ def generate(
 
     messages: list[Message] = []
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):
+        text.encode()  # a terminal's bytes may be no text: an error here names them
         messages.append(read_message({"role": "user", "content": text}, "the prompt"))
         ask = partial(answer, prompt=model.chat.prompt(messages), sampling=sampling, seed=seed + turn)
         is_compared = compare and decoder is not alone and not chat

@@ -35,8 +35,8 @@ from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import RUN_FILES, Row, check_method_names
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.manifest import MANIFEST
+from poss_lightning.features.source import warn_of_training
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.features.texts import warn_of_training
 from poss_lightning.files import check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.sampling import Noise, Sampling, TokenSampler

@@ -13,7 +13,6 @@ import yaml
 
 from poss_lightning.corpus import formats, readers
 from poss_lightning.corpus.formats import Malformed
-from poss_lightning.corpus.turns import refuse_half_pairs
 from poss_lightning.ranges import Count, check_numbers
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.template import Message
@@ -197,7 +196,7 @@ def _question(source: _Records, number: int, line: object) -> Question:
         raise Malformed(f"a record must be an object, not {type(record).__name__}")
     opening, turns, template = read_question(record, source.field)
     id = next((record[name] for name in ("question_id", *readers.IDS) if record.get(name) not in (None, "")), number)
-    id = refuse_half_pairs(id if isinstance(id, int) else str(id), "its id")
+    id = id if isinstance(id, int) else str(id)
     category = known if isinstance(known := record.get("category"), str) else ""
     return Question(source.suite, id, category, turns, opening, template, source.origin)
 
@@ -227,7 +226,7 @@ def read_question(record: dict, field: str | None = None) -> tuple[list[Message]
         texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise Malformed(f"`{key}` is {reprlib.repr(value)}; it must be a text, or a list of texts, none of them blank")
-    return opening, refuse_half_pairs(texts, f"`{key}`"), readers.template_of(record)
+    return opening, texts, readers.template_of(record)
 
 
 def _find_field(record: dict, field: str | None) -> tuple[str, Any]:

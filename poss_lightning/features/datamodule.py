@@ -7,9 +7,9 @@ import torch
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
+from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
-from poss_lightning.features.texts import SampleSource
 from poss_lightning.ranges import BatchTokens, Count, Seed, ShareOrNone, Tokens, Weight, Workers, check_numbers
 from poss_lightning.target.placement import Parallel
 

@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.shards import TokenizedText
+from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.texts import SampleSource, describe_overflow
-from poss_lightning.features.writing import tokenize, within_context
+from poss_lightning.features.writing import describe_overflow, tokenize, within_context
 from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.model import Target
@@ -21,7 +21,7 @@ from poss_lightning.target.placement import Parallel
 from poss_lightning.target.spec import EmbedHead
 
 LOGIT_SLOTS = 256  # slots whose logits exist at once
-LOOKS = 64  # batches after which the host asks which of their texts were left out
+REPORT_EVERY_BATCHES = 64  # after which the host asks which of their texts were left out
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class OnlineFeatures(SampleSource):
         greedy = greedy.view_as(batch.greedy)
         kept = torch.stack([finite[part].all() for part in parts])
         self._filled.append((batch.ids, kept))
-        if len(self._filled) == LOOKS:
+        if len(self._filled) == REPORT_EVERY_BATCHES:
             self.report()
         for part, keep in zip(parts, kept, strict=True):
             finite[part] = keep

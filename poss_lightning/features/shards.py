@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from poss_lightning.features.encoding import encode, vector_bytes
+from poss_lightning.features.encoding import encode
 from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
 from poss_lightning.files import atomic
-from poss_lightning.target.generation import pad_right
 from poss_lightning.target.model import Target
 
 pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
@@ -48,9 +48,10 @@ class TargetReader:
         self.target, self.layers = target, layers
 
     def read(self, texts: list[list[int]]) -> TextFeatures:
-        padded = self.target.text_layers(pad_right(texts, self.target.device), self.layers)  # (B, T, …) each
+        padded = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)  # (B, T)
+        read = self.target.text_layers(padded.to(self.target.device), self.layers)  # (B, T, …) each
         return TextFeatures(
-            *(torch.cat([row[: len(text)] for row, text in zip(rows, texts, strict=True)]) for rows in padded)
+            *(torch.cat([row[: len(text)] for row, text in zip(rows, texts, strict=True)]) for rows in read)
         )
 
 
@@ -156,41 +157,16 @@ def _greedy(target: Target, read: TextFeatures, batch: list[TokenizedText]) -> T
 
 
 def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
-    """Map the batches of a shard into memory, and check every sample; the check reads no features.
+    """Map the batches of a shard into memory.
 
     Raises:
-        StoreError: it cannot be parsed, has other columns, or a sample is not what the manifest says.
+        StoreError: it cannot be parsed, or has other columns.
     """
     try:
         table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
         if table.schema != schema(manifest.layers):
             raise ValueError(f"its columns are {', '.join(table.schema.names)}")
         table.validate(full=True)
-        _check_samples(table, manifest)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
     return table.to_batches()
-
-
-def _check_samples(table: pa.Table, manifest: Manifest) -> None:
-    """Raise ValueError if a sample's columns differ in length, or hold anything but tokens of the target."""
-    lengths, vocabulary = table["length"].to_numpy(), manifest.target.vocab_size
-    vector = vector_bytes(manifest.target.hidden_size, getattr(torch, manifest.dtype), manifest.stored)
-    sizes = {"tokens": lengths, "greedy": lengths, "features": lengths * np.int64(vector)}
-    if manifest.layers:
-        sizes["layers"] = sizes["features"] * len(manifest.layers)
-    for name, size in sizes.items():
-        measure = pc.list_value_length if size is lengths else pc.binary_length
-        if table[name].null_count or (measure(table[name]).to_numpy() != size).any():
-            raise ValueError(f"{name} of a sample are not as many as its length says")
-    for name, least in (("tokens", 0), ("greedy", -1)):
-        values = pc.list_flatten(table[name]).to_numpy()
-        if len(values) and not least <= values.min() <= values.max() < vocabulary:
-            raise ValueError(f"{name} go from {values.min()} to {values.max()}; the target has {vocabulary} tokens")
-    counts = pc.list_value_length(table["spans"]).to_numpy()
-    edges = pc.list_flatten(table["spans"]).to_numpy()
-    if (counts % 2).any() or (edges < 0).any() or (edges > np.repeat(lengths, counts)).any():
-        raise ValueError("spans go beyond a sample")
-    drawn = pc.list_value_length(table["draws"]).to_numpy()
-    if (drawn * 2 != counts)[drawn > 0].any():
-        raise ValueError("draws of a sample are not as many as its spans")

@@ -25,7 +25,7 @@ from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
 from poss_lightning.features.shards import open_shard
-from poss_lightning.features.texts import SampleSource
+from poss_lightning.features.source import SampleSource
 from poss_lightning.target.spec import EmbedHead
 
 
@@ -49,7 +49,7 @@ class Sample(NamedTuple):
 class FeatureStore(SampleSource):
     """A finished store, or several of one target as one, memory-mapped.
 
-    Opening checks every file's size and the columns of every sample; `verify_files` compares the digests of all bytes.
+    Opening checks every file's size and columns; `verify_files` compares the digests of all bytes.
 
     Args:
         folder: of the store, or several.

@@ -27,7 +27,6 @@ from poss_lightning.features.manifest import (
     is_finished,
 )
 from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
-from poss_lightning.features.texts import describe_overflow
 from poss_lightning.files import atomic, check_folder
 from poss_lightning.ranks import Rank, order
 from poss_lightning.target.model import Target
@@ -37,7 +36,8 @@ Shard = list[list[TokenizedText]]  # batches of texts
 UNFINISHED = "unfinished"  # folder of the work, inside the store
 STORE_FILES = (UNFINISHED, MANIFEST)  # every store, finished or not, has one of them
 KWARGS, LEFT_OUT = "chat_template_kwargs", "left_out"
-LATE = 2.0  # seconds by which a shared file system may show another machine's receipt
+NAMED = 8  # texts that a message names
+NFS_DELAY_S = 2.0  # seconds by which a shared file system may show another machine's receipt
 logger = logging.getLogger(__name__)
 
 
@@ -115,6 +115,13 @@ def write_store(
     work.clear()
 
 
+def describe_overflow(names: list[str], total: int, dtype: str) -> str:
+    """Say how many texts, and which, have features that are not finite in a target's dtype; and what to do."""
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    cause = "use --dtype bfloat16 or float32" if dtype == "float16" else "are the target's files damaged?"
+    return f"{len(names)} of {total} texts whose features are not finite in {dtype}: {shown}; {cause}"
+
+
 # --- shards, which several processes may write ---
 
 
@@ -126,7 +133,7 @@ def _write_shards(
     ordered = dict(items[number] for number in order(len(items), rank))
     _write_missing(ordered, work, reader, stored, rank)
     if missing := {path: batches for path, batches in ordered.items() if not _is_done(path, work)}:
-        time.sleep(LATE)  # else each of two machines might think that the other has not finished
+        time.sleep(NFS_DELAY_S)  # else each of two machines might think that the other has not finished
         _write_missing(missing, work, reader, stored, rank)
     return tuple(entry for path in shards if (entry := _entry(path, work)))
 

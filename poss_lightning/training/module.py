@@ -13,9 +13,9 @@ from torch import Tensor
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
 from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.source import SampleSource, warn_of_training
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.features.texts import SampleSource, warn_of_training
 from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights
 from poss_lightning.losses.slot_weights import dpace, draw_chains
 from poss_lightning.machine import check_kernel_tools

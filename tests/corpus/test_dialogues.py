@@ -123,10 +123,10 @@ def test_a_killed_run_resumes_after_its_last_batch_with_the_same_settings_alone(
 def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
     chat, stop, hello = own.chat, min(own.chat.stops), own.tokenizer("Hello ").input_ids
     for tokens in ([*hello, stop], hello):
-        assert dialogues._message(chat, "user", "Oh ", tokens) == {"role": "user", "content": "Oh Hello"}
-        assert dialogues._message(chat, "assistant", "", tokens) == chat.message(tokens)
+        assert dialogues._message(chat, "user", "Oh ", chat.message(tokens)) == {"role": "user", "content": "Oh Hello"}
+        assert dialogues._message(chat, "assistant", "", chat.message(tokens)) == chat.message(tokens)
     for tokens in ([stop], [*hello, 0, *hello]):
-        assert dialogues._message(chat, "user", "", tokens) is None
+        assert dialogues._message(chat, "user", "", chat.message(tokens)) is None
 
 
 @pytest.mark.parametrize(

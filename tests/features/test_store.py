@@ -15,10 +15,9 @@ from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.manifest import StoreError, verify_files
+from poss_lightning.features.source import first_of_each
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.texts import first_of_each
 from poss_lightning.features.writing import write_store
-from poss_lightning.files import sha256
 from tests.support.command import run_in
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_target
@@ -86,32 +85,6 @@ def test_a_wrong_offset_is_refused(folder, name, kind, last):
         FeatureStore(folder)
 
 
-DAMAGE = {  # a column, and a change of its first value
-    "a length": ("length", lambda length: length + 1),
-    "a token beyond": ("tokens", lambda tokens: [320, *tokens[1:]]),
-    "features of another": ("features", lambda blob: blob[:-4]),
-    "null features": ("features", lambda blob: None),
-    "spans beyond": ("spans", lambda edges: [0, 61]),
-    "half a span": ("spans", lambda edges: edges[:1]),
-    "more draws than spans": ("draws", lambda draws: ["{}"] * 5),
-}
-
-
-@pytest.mark.parametrize(("name", "change"), DAMAGE.values(), ids=DAMAGE)
-def test_an_inconsistent_sample_is_refused_though_every_digest_is_right(folder, name, change):
-    path = folder / "shard-00001.arrow"
-    table = pa.ipc.open_stream(path.read_bytes()).read_all().combine_chunks()
-    first, *others = table[name].to_pylist()
-    values = pa.array([change(first), *others], table.schema.field(name).type)
-    with pa.ipc.new_stream(path, table.schema) as writer:
-        writer.write_table(table.set_column(table.column_names.index(name), name, values))
-    entry = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    edit_manifest(folder, lambda fields: fields["shards"][1].update(entry))
-    verify_files(folder)
-    with pytest.raises(StoreError, match=str(folder)):
-        FeatureStore(folder)
-
-
 def test_an_unreadable_embedding_is_named(folder):
     path = folder / "ends.safetensors"
     path.write_bytes(bytes(path.stat().st_size))
@@ -175,7 +148,7 @@ def test_duplicates_of_a_conversation_are_on_one_side_of_the_split(two, caplog):
         assert not train & held and len(train | held) == len(texts) - 4
         sides.append(sorted(train))
     assert sides[0] == sides[1]
-    assert "4 of 28 texts are there more than once" in caplog.text
+    assert "4 of 28 texts appear more than once" in caplog.text
 
 
 def test_conversations_that_share_a_text_with_a_third_are_one():

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
@@ -17,7 +16,6 @@ from poss_lightning.target.spec import TargetSpec
 from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
-NAMED = 8  # texts that a message names
 logger = logging.getLogger(__name__)
 
 
@@ -56,14 +54,14 @@ class SampleSource:
         digests = [_digest(self.tokens(index)) for index in range(len(self))]
         if repeated := len(digests) - len(set(digests)):
             logger.warning(
-                "%d of %d texts are there more than once, each on one side of the split", repeated, len(digests)
+                "%d of %d texts appear more than once; copies are on the same side of the split", repeated, len(digests)
             )
         return first_of_each(self.ids, self.conversations(), digests)
 
     def common_tokens(self, size: int) -> Tensor | None:
         """Return the `size` most common tokens of the answers, as ascending ids (size,), or None for all tokens.
 
-        Stop tokens end the answers, so they are counted with the rest.
+        Stop tokens end the answers, so they are counted. Of equally common tokens the lower id goes first.
 
         Raises:
             ValueError: size below 1 or above the target's vocabulary.
@@ -71,9 +69,14 @@ class SampleSource:
         vocabulary = self.target.vocab_size
         if not 1 <= size <= vocabulary:
             raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {vocabulary}")
-        answers = (self.tokens(i)[start:stop] for i in range(len(self)) for start, stop in self.spans[i])
+        if size == vocabulary:
+            return None
+        counts = np.zeros(vocabulary, dtype=np.int64)
         with announced("counting the tokens of the answers"):
-            return most_frequent(count_tokens(answers, vocabulary), size)
+            for index in range(len(self)):
+                for start, stop in self.spans[index]:
+                    np.add.at(counts, self.tokens(index)[start:stop], 1)
+        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
     def root_mean_square(self) -> Tensor:
         """Compute the root mean square of each dimension of the draft input, over some samples: (R,) float32.
@@ -91,27 +94,6 @@ class SampleSource:
         return (squares / count).sqrt().float().cpu()
 
 
-def count_tokens(answers: Iterable[ArrayLike], vocabulary: int) -> np.ndarray:
-    """Count each of the target's tokens in the answers, lists of ids: (vocabulary,) int64."""
-    counts = np.zeros(vocabulary, dtype=np.int64)
-    for answer in answers:
-        np.add.at(counts, np.asarray(answer, dtype=np.int64), 1)
-    return counts
-
-
-def most_frequent(counts: np.ndarray, size: int) -> Tensor | None:
-    """Choose the `size` most frequent tokens, as ascending ids (size,); None for all tokens.
-
-    Of equally frequent tokens the lower id goes first, so the lowest ids fill up if fewer than `size` tokens occur.
-
-    Args:
-        counts: (vocabulary,), from `count_tokens`.
-    """
-    if size == len(counts):
-        return None
-    return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
-
-
 def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:
     """Return for each sample the least id of all that share a key with it, directly or through others; "" is no key."""
     links = []
@@ -126,13 +108,6 @@ def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:
 
 def _digest(tokens: np.ndarray) -> bytes:
     return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).digest()
-
-
-def describe_overflow(names: list[str], total: int, dtype: str) -> str:
-    """Say how many texts, and which, have features that are not finite in a target's dtype; and what to do."""
-    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-    cause = "use --dtype bfloat16 or float32" if dtype == "float16" else "are the target's files damaged?"
-    return f"{len(names)} of {total} texts whose features are not finite in {dtype}: {shown}; {cause}"
 
 
 def warn_of_training(who: str, trained_on: frozenset[int], source: SampleSource, indices: Iterable[int]) -> str | None:
