@@ -6,9 +6,10 @@ What these intervals replaced, and how often that contained the truth, is in exp
 import math
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
-from poss_lightning.reports.measures import SPEED, TAU_MACRO, TAU_MICRO, Sums, position
+from poss_lightning.reports.measures import SPEED, TAU_MACRO, TAU_MICRO, pos_acc
 from poss_lightning.reports.statistics import crossed_error, interval, mean_over
 from tests.support.synthetic import draw_reach, true_reach
 
@@ -36,9 +37,11 @@ def over_prompts(prompts: int, reached: int | None = None) -> dict[str, float]:
             rounds = draw_reach(draw, method, ease + draw.normal(0, OWN, prompts))
             seconds = rounds[:, 0] * draw.normal(1, 0.1, prompts)  # a second per round, and 0.1 of each is chance
             rounds[prompts if reached is None else reached :] = 0
-            both.append(Sums.by_prompt(rounds, rounds.sum(1), seconds))
+            tokens, drafted = rounds.sum(1), rounds[:, 0] > 0
+            sums = pd.DataFrame(rounds).assign(accepted=tokens - rounds[:, 0], tokens=tokens, seconds=seconds)
+            both.append(sums.assign(mean=np.where(drafted, tokens / rounds[:, 0].clip(1), 0), drafted=drafted * 1.0))
         speed, macro, micro, fourth = (
-            [measure.jackknife(sums) for sums in both] for measure in (SPEED, TAU_MACRO, TAU_MICRO, position(4))
+            [measure.jackknife(sums) for sums in both] for measure in (SPEED, TAU_MACRO, TAU_MICRO, pos_acc(4))
         )
         found = {
             "τ macro": interval(mean_over(macro[:1])),

@@ -38,7 +38,7 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.machine import choose_dtype
-from poss_lightning.reports.findings import find
+from poss_lightning.reports.results import results
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.cache import SlotStore, TreeCache
 from poss_lightning.target.model import Target
@@ -146,8 +146,8 @@ def answers(scale: Scale, device: str) -> Rows:
                 baselines=["plain", "generate", "lookup"],
                 device=device,
             )
-            rows = find(folder).overall
-        return {row.method: {name: value.value for name, value in row.values.items()} for row in rows}
+            found = results(folder).query("suite == 'all' and position == 0")
+        return {method: dict(zip(own["measure"], own["value"], strict=True)) for method, own in found.groupby("method")}
 
     yield "tree: auto", measure
 

@@ -29,11 +29,11 @@ from PIL import Image
 
 from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.evaluation.drawing import Guesses, guesses_of, most_likely_nodes
+from poss_lightning.evaluation.tree_view import Guesses, guesses_of, most_likely_nodes
 from poss_lightning.files import atomic
 from poss_lightning.plots import INK, QUIET
-from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import last_by_depth
+from poss_lightning.reports.results import results
 from poss_lightning.reports.scalars import group_by_choice, read_scalars
 
 ROOT = Path(__file__).parents[1]
@@ -56,8 +56,9 @@ def acceptance() -> Figure:
     }
     drawn = {}
     for title, folder in panels.items():
-        rows = {row.method: row for row in find(ROOT / "experiments" / folder).overall}
-        drawn[title] = {NAMES[name]: dict(enumerate(rows[name].pos_acc, 1)) for name in NAMES if name in rows}
+        found = results(ROOT / "experiments" / folder).query("suite == 'all' and measure == 'pos_acc'")
+        shares = {name: {row.position: row for row in own.itertuples()} for name, own in found.groupby("method")}
+        drawn[title] = {NAMES[name]: shares[name] for name in NAMES if name in shares}
     return plots.curves(drawn, "draft position k", "pos-acc (95 % intervals)", share=True, colours=COLOURS)
 
 

@@ -29,7 +29,6 @@ DRAFTS = {"HASS": "hass", "PosS-2": "poss2"}  # folders of the trainings, and th
 HELD_OUT, CUT = 16, 128  # conversations to validate on, the corpus's last; tokens at which they are cut
 VOCABULARY = 4096  # tokens that the trained drafts may propose: the most common in the corpus
 STEPS, QUESTIONS, TOKENS = 400, 2, 64  # of each training; of each suite; of each answer
-TREE = {"nodes": 20, "tree_width": 4}  # on which held-out acceptance is measured, as in conf/demo.yaml
 MINUTES = 5  # that all of it should take; where the machine is slow it does less
 OVERHEAD = 60  # seconds to load the target a few times, measure trees and write the page, on any machine
 READ, WRITTEN = 384, 5  # tokens of a text that is timed: the demo takes as long as `WHOLE` of them,
@@ -52,8 +51,8 @@ def run(folder: Path, target: str, draft: str, minutes: float) -> None:
     sizes = choose_sizes(folder / "demo.json", target, minutes)
     steps = sizes["steps"]
 
-    say(f"[1/4] the target reads {2 * steps} conversations, and {HELD_OUT} to validate on")
-    extract(str(CORPUS), str(folder / "features"), target, limit=2 * steps)
+    say(f"[1/4] the target reads {steps} conversations, and {HELD_OUT} to validate on")
+    extract(str(CORPUS), str(folder / "features"), target, limit=steps)
     with gzip.open(str(CORPUS)) as lines, open(held_out := f"{folder}/held-out.jsonl", "wb") as file:
         file.writelines(lines.readlines()[-HELD_OUT:])
     extract(held_out, str(folder / "held-out"), target, max_length=CUT)
@@ -67,7 +66,7 @@ def run(folder: Path, target: str, draft: str, minutes: float) -> None:
         drafts[name] = str(fit_once(folder / file, "demo.yaml", f"draft/{file}.yaml", options))
 
     say("[3/4] held-out answers: what would be accepted of each draft's trees")
-    replay(str(folder / "held-out"), str(folder / "replay"), drafts=drafts, **TREE)
+    replay(str(folder / "held-out"), str(folder / "replay"), drafts=drafts, nodes=20, tree_width=4)
 
     say("[4/4] questions of six suites, answered plainly and with every draft in turn, with lookups and without")
     answers = {"limit": sizes["questions"], "max_new_tokens": sizes["tokens"], "tree": "auto", "lookup": 10}

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from poss_lightning.evaluation.rounds import read_rounds
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.features.store import FeatureStore
+    from poss_lightning.reports.results import results
     from poss_lightning.training.module import SpecialistTraining
 
 __version__ = "0.1.0"
-__all__ = ["FeatureData", "FeatureStore", "Plan", "SpecialistTraining", "load", "load_draft", "read_rounds"]
+__all__ = ["FeatureData", "FeatureStore", "Plan", "SpecialistTraining", "load", "load_draft", "read_rounds", "results"]
 
 _PLACES = {
     "FeatureData": "features.datamodule",
@@ -42,6 +43,7 @@ _PLACES = {
     "load": "api",
     "load_draft": "draft.kinds",
     "read_rounds": "evaluation.rounds",
+    "results": "reports.results",
 }
 
 

@@ -39,7 +39,7 @@ from poss_lightning.files import atomic, conf, find_config, read_json, sha256
 from poss_lightning.machine import choose_device
 from poss_lightning.ranges import Seed, describe_refusal
 from poss_lightning.reports.compare import print_findings
-from poss_lightning.reports.findings import find
+from poss_lightning.reports.results import find
 from poss_lightning.reports.scalars import last_values, read_scalars
 from poss_lightning.terminal import is_user_error
 from poss_lightning.training.command import BASE

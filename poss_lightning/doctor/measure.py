@@ -12,8 +12,8 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.doctor.readings import Reading, bfloat16
 from poss_lightning.doctor.texts import LONG
 from poss_lightning.draft.attention import Packing
-from poss_lightning.evaluation.engines import read_served
 from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.serving_metrics import read_served
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.ranges import MAX_POSITIONS

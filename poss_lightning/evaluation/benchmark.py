@@ -21,7 +21,7 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import describe_method
 from poss_lightning.evaluation.record import record
-from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, Row, check_method_names
+from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, AnswerRow, check_method_names
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import check_folder, read_json
@@ -153,9 +153,9 @@ def decode_question(
     seed: int,
     limit: int,
     sampling: Sampling = GREEDY,
-) -> list[Row]:
+) -> list[AnswerRow]:
     """Return all turns of a question with all methods, in an order drawn for each answer; `plain` gives the context."""
-    rows: list[Row] = []
+    rows: list[AnswerRow] = []
     messages, names, chat = list(question.opening), list(methods), target.chat
     for turn, text in enumerate(question.turns):
         messages.append({"role": "user", "content": text})
@@ -169,21 +169,21 @@ def decode_question(
             for name in random.Random(own_seed).sample(names, len(names)):
                 generator = torch.Generator().manual_seed(own_seed)
                 (decoded,) = methods[name].decode([prompt], limit, sampling=sampling, generator=generator)
-                answers[name] = {
-                    "suite": question.suite,
-                    "id": str(question.id),
-                    "turn": turn,
-                    "method": name,
-                    "repeat": repeat,
-                    "prompt_tokens": len(prompt),
-                    "category": question.category or None,
-                    "question": text,
-                    "new_tokens": len(decoded.tokens),
-                    "accepted": [] if name in BASELINES else decoded.accepted,
-                    "seconds": {part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
-                    "tokens": decoded.tokens,
-                    "pieces": pieces_of(chat.text, decoded.tokens),
-                }
+                answers[name] = AnswerRow(
+                    method=name,
+                    suite=question.suite,
+                    id=str(question.id),
+                    turn=turn,
+                    repeat=repeat,
+                    prompt_tokens=len(prompt),
+                    new_tokens=len(decoded.tokens),
+                    accepted=[] if name in BASELINES else decoded.accepted,
+                    seconds={part: round(seconds, 6) for part, seconds in decoded.seconds.items()},
+                    tokens=decoded.tokens,
+                    category=question.category or None,
+                    question=text,
+                    pieces=pieces_of(chat.text, decoded.tokens),
+                )
             rows += [answers[name] for name in names]
         plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
         if not chat.is_plain(plain) and turn + 1 < len(question.turns):

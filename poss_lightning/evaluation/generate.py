@@ -17,8 +17,8 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.evaluation.drawing import draw, guesses_of
 from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.evaluation.tree_view import draw, guesses_of
 from poss_lightning.ranges import Lookups, Seed, Temperature, Tokens, TopK, TopP, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.model import Target

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.evaluation.provenance import provenance
-from poss_lightning.evaluation.rounds import ROUNDS, RUN, UNFINISHED, Row, write_rounds
+from poss_lightning.evaluation.rounds import ROUNDS, RUN, UNFINISHED, AnswerRow, write_rounds
 from poss_lightning.files import atomic, read_json
 from poss_lightning.work import Work, check_same
 
@@ -21,7 +21,7 @@ from poss_lightning.work import Work, check_same
 def record(
     folder: Path,
     facts: dict[str, Any],  # of run.json: `config` and `methods`, with which alone it resumes, and any others
-    parts: Mapping[str, Callable[[], list[Row]]],  # what gives the answers of each
+    parts: Mapping[str, Callable[[], list[AnswerRow]]],  # what gives the answers of each
     device: torch.device,
     *,
     begin: Callable[[], object] = lambda: None,  # called before the first part

@@ -32,7 +32,7 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftConfig, Specialists
 from poss_lightning.evaluation.provenance import describe_drafter
 from poss_lightning.evaluation.record import record
-from poss_lightning.evaluation.rounds import RUN_FILES, Row, check_method_names
+from poss_lightning.evaluation.rounds import RUN_FILES, AnswerRow, check_method_names
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.source import warn_of_training
@@ -110,7 +110,7 @@ def replay(
 StoredAnswer = tuple[str, int, Answer]  # conversation, turn and answer
 
 
-def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[Row]:
+def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[AnswerRow]:
     """Return the rounds of a draft."""
     rounds = _replay_all(drafter, [answer for *_, answer in stored])
     return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
@@ -223,21 +223,21 @@ def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
 
 
-def _row(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> Row:
+def _row(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> AnswerRow:
     """Make the row of an answer of the conversation `name`; what its rounds give may be less than all of it."""
     suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
     if not suite or not question:
         suite, question = "store", name
     tokens = answer.tokens[answer.start :].tolist()
-    return {
-        "suite": suite,
-        "id": question,
-        "turn": turn,
-        "method": method,
-        "repeat": 0,
-        "prompt_tokens": answer.start,
-        "new_tokens": min(len(tokens), 1 + sum(accepted) + len(accepted)),
-        "accepted": accepted,
-        "seconds": {},
-        "tokens": tokens,
-    }
+    return AnswerRow(
+        method=method,
+        suite=suite,
+        id=question,
+        turn=turn,
+        repeat=0,
+        prompt_tokens=answer.start,
+        new_tokens=min(len(tokens), 1 + sum(accepted) + len(accepted)),
+        accepted=accepted,
+        seconds={},
+        tokens=tokens,
+    )

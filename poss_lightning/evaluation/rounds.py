@@ -12,13 +12,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from poss_lightning.evaluation.engines import read_engine
+from poss_lightning.evaluation.serving_metrics import read_engine
 from poss_lightning.files import atomic, read_json
 
 ROUNDS, ANSWERS, RUN = "rounds.parquet", "answers.parquet", "run.json"
@@ -46,29 +46,42 @@ ANSWER_SCHEMA = pa.schema(
 )
 
 Paths = Iterable[str | Path] | str | Path
-Row = Mapping[str, Any]  # of both tables, before `write_rounds` parts them
+
+
+class AnswerRow(TypedDict):
+    """An answer of a method, as benchmark, replay and engines' files give it: a row of both tables together."""
+
+    method: str
+    suite: str
+    id: str
+    turn: int  # of the conversation, from 0
+    repeat: int  # from 0
+    prompt_tokens: int  # earlier turns included; 0 where an engine measured, which gives rounds in no order
+    new_tokens: int  # a stop token included
+    accepted: list[int]  # drafted tokens that each round accepted, [] for `BASELINES`; see `read_rounds`
+    seconds: dict[str, float]  # by part, and "total"; {} where nothing was timed
+    tokens: list[int]  # `new_tokens`, or more; [] where an engine measured
+    category: NotRequired[str | None]  # of the question
+    question: NotRequired[str]
+    pieces: NotRequired[list[str]]  # the text of each token
 
 
 def read_rounds(paths: Paths) -> pd.DataFrame:
     """Read the rounds of benchmarks, replays, sweeps or serving engines: a row per answer.
 
+    The columns are those of `AnswerRow`, and
+
     - `choice`, `seed`: of the training, where a sweep made it
-    - `method`
-    - `suite`, `id`, `turn` (of the conversation, from 0), `repeat` (from 0): which answer
-    - `prompt_tokens`: earlier turns included; 0 where an engine measured: it gives no lengths, and rounds in no order
-    - `new_tokens`: a stop token included
-    - `accepted`: an array of the drafted tokens that each round accepted, empty for `BASELINES`. The prefill gives one
-      token and a round accepted + 1, the last of which is the bonus, or a stop token in its place. All rounds together
-      give `new_tokens`, or more where the limit cut the last round
+    - `accepted`: an array. The prefill gives one token and a round accepted + 1, the last of which is the bonus, or a
+      stop token in its place. All rounds together give `new_tokens`, or more where the limit cut the last round
     - `seconds`: in all; nan where nothing was timed, as by `poss replay`
     - `prefill`, `draft`, `verify`, `commit`: seconds of them; `round`, of the last three in a CUDA graph
     - `measure`, `capture`: seconds beside these, in which `tree: auto` measured the machine and graphs were captured
-    - `category`: of the question
-    - `answer`: a number, the same for the same tokens after one prompt, see `read_answers`
+    - `answer`: a number, the same for the same tokens after one prompt, see `read_answers`; instead of tokens and text
     - `folder`: where the rounds lie
 
     Args:
-        paths: folders with rounds in them or below, files of engines (see `engines.py`), or a single one of these.
+        paths: folders with rounds in them or below, files of engines (see `read_engine`), or a single one of these.
 
     Raises:
         FileNotFoundError: no such file, or a folder without rounds.
@@ -94,15 +107,11 @@ def read_runs(rounds: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return {folder: read_json(file) for folder, file in files.items() if file.is_file()}
 
 
-def write_rounds(folder: Path, rows: Sequence[Row]) -> None:
-    """Write rounds.parquet and answers.parquet.
-
-    Rows have the columns of `read_rounds` and `read_answers`, but for `choice`, `seed` and `folder`, which the path
-    gives, and `answer`; `seconds` by part, and "total", or {}. `tokens` may be more than `new_tokens`.
-    """
-    rows = [{**row, **row["seconds"], "answer": _number(row["tokens"])} for row in rows]
-    _write_answers(folder, rows)
-    _write(folder / ROUNDS, [{**row, "seconds": row.get("total")} for row in rows], SCHEMA)
+def write_rounds(folder: Path, rows: Sequence[AnswerRow]) -> None:
+    """Write rounds.parquet and answers.parquet."""
+    table = [_flat(row) for row in rows]
+    _write_answers(folder, table)
+    _write(folder / ROUNDS, table, SCHEMA)
 
 
 def move_answers(cell: Path, experiment: Path) -> None:
@@ -135,7 +144,7 @@ def find_rounds(path: Path) -> list[Path]:
 
 def _read(file: Path) -> pd.DataFrame:
     is_ours = file.name == ROUNDS
-    table = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(read_engine(file), SCHEMA)
+    table = _read_table(file, SCHEMA) if is_ours else pa.Table.from_pylist(list(map(_flat, read_engine(file))), SCHEMA)
     rounds, cell = table.to_pandas(), re.search(r"/choice=([^/]+)/seed=(\d+)$", file.absolute().parent.as_posix())
     return rounds.assign(
         choice=pd.Series(cell and cell[1], rounds.index, "str"),
@@ -148,13 +157,19 @@ def _read_table(file: Path, schema: pa.Schema) -> pa.Table:
     return pq.read_table(file, schema=schema, partitioning=None)
 
 
-def _write_answers(folder: Path, rows: Sequence[Row]) -> None:
+def _flat(row: AnswerRow) -> dict[str, Any]:
+    """Return the columns of an answer in both tables."""
+    seconds = row["seconds"]
+    return {**row, **seconds, "seconds": seconds.get("total"), "answer": _number(row["tokens"])}
+
+
+def _write_answers(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write each answer once."""
     answers = {tuple(row[name] for name in ANSWER_KEY): row for row in rows}
     _write(folder / ANSWERS, list(answers.values()), ANSWER_SCHEMA)
 
 
-def _write(file: Path, rows: Sequence[Row], schema: pa.Schema) -> None:
+def _write(file: Path, rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> None:
     """Write the columns that have any value; files of cells are small, so each column and its statistics count."""
     table = pa.Table.from_pylist(rows, schema)
     table = table.select([name for name in table.column_names if table[name].null_count < len(table)])

@@ -5,10 +5,11 @@ import textwrap
 import pandas as pd
 
 from poss_lightning.files import check_file
-from poss_lightning.reports.findings import Findings, find
+from poss_lightning.reports.results import Findings, find
 from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
 from poss_lightning.terminal import printable
 
+COUNTS = ("prompts", "trainings")
 WIDTH = 80  # characters of a line of prose
 
 
@@ -50,11 +51,10 @@ def compare(
 
 def print_findings(found: Findings, all: bool = False) -> None:
     """Print the short table and its verdict, and with `all` every other table."""
-    rows = found.overall
-    seeds = sorted({len(row.seeds) for row in rows})
-    count = f"{seeds[0]} to {seeds[-1]}" if seeds[0] < seeds[-1] else f"{seeds[0]}"
-    trainings = f", {count} trainings of each" * (seeds[-1] > 1)
-    title = f"{found.title}: {len(rows)} methods{trainings}, {rows[0].prompts} prompts"
+    counts = {what: [*map(int, own)] for what, own in found.overall.groupby("measure")["value"] if what in COUNTS}
+    fewest, most = min(counts["trainings"]), max(counts["trainings"])
+    trainings = f", {f'{fewest} to ' * (fewest < most)}{most} trainings of each" * (most > 1)
+    title = f"{found.title}: {len(counts['prompts'])} methods{trainings}, {counts['prompts'][0]} prompts"
     print(f"\n{printable(title)}\n\n{show(overview(found))}\n")
     corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
     for text in filter(None, (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")):

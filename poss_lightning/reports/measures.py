@@ -1,10 +1,10 @@
-"""The measures of METHOD.md section 7, of one training: one list, over which summary, tables, plots and page iterate.
+"""The measures of METHOD.md section 7, of one training: one list, over which results, tables, plots and page iterate.
 
 A measure is a function of sums over prompts. Applied to the sums without one prompt it gives the jackknife, and to one
 prompt alone it says whether that prompt has what it measures (nan where not).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -13,30 +13,9 @@ import pandas as pd
 
 from poss_lightning.reports.statistics import Estimate, Floats, Jackknife, interval, leave_one_out, mean_over, ratio
 
-
-class Sums(NamedTuple):
-    """The rounds of one method in one training, summed: a row per prompt, or per set of prompts."""
-
-    reach: Floats  # (Q, K+1) rounds that accepted at least k tokens; column 0 counts them all
-    means: Floats  # (Q,) tokens per round of each prompt, 0 where it has no round
-    drafted: Floats  # (Q,) prompts with a round
-    prompts: Floats  # (Q,) their number
-    tokens: Floats  # (Q,) new tokens
-    seconds: Floats  # (Q,) in all; nan where none were measured
-    plain_tokens: Floats  # (Q,) of the baseline; nan without one
-    plain_seconds: Floats  # (Q,) of the baseline; nan without one
-    identical: Floats  # (Q,) prompts whose answers all have the baseline's tokens; nan without one
-
-    @classmethod
-    def by_prompt(cls, reach: Floats, tokens: Floats, seconds: Floats, beside: list[Floats] | None = None) -> "Sums":
-        """Return sums whose rows are prompts; `beside` are tokens, seconds and equality of the baseline."""
-        every = np.ones(len(reach))
-        means = np.nan_to_num(ratio(reach.sum(1), reach[:, 0]))
-        return cls(reach, means, np.sign(reach[:, 0]), every, tokens, seconds, *(beside or [every * np.nan] * 3))
-
-    def of(self, prompts: list[int]) -> "Sums":
-        """Return the rows of some prompts."""
-        return Sums(*(column[prompts] for column in self))
+TRAINING, PROMPT = ["method", "seed"], ["suite", "id"]
+# The columns of `sum_by_prompt`, each a value for every prompt, or for every set of prompts: (Q,).
+Sums = Mapping[Any, Floats]
 
 
 class Measure(NamedTuple):
@@ -46,12 +25,12 @@ class Measure(NamedTuple):
     ratio, with means of logarithms, where it is "ratio".
     """
 
-    name: str  # in `MethodSummary`
+    name: str  # in results
     title: str  # in tables; `{baseline}` stands for the baseline's name
     scale: Literal["tokens", "ratio", "share"]
-    from_sums: Callable[[Sums], Floats]  # its value for each row of sums, (Q,); nan where it is not defined
+    from_sums: Callable[[Sums], Floats]  # its value for each prompt or set of prompts, (Q,); nan where not defined
     form: str = ".2f"  # of its values in tables; a share's ends in %
-    k: int = 0  # of a pos-acc, its position; 0 of any other
+    position: int = 0  # of a pos-acc; 0 of any other
 
     @property
     def logs(self) -> bool:
@@ -68,11 +47,12 @@ class Measure(NamedTuple):
         """The title of a comparison: × for a ratio, − for a difference."""
         return f"{self.title.removesuffix(' over {baseline}')} {'×' if self.logs else '−'}"
 
-    def jackknife(self, sums: Sums) -> Jackknife:
+    def jackknife(self, sums: pd.DataFrame) -> Jackknife:
         """Return the measure of all prompts and without each in turn."""
-        counts = leave_one_out(len(sums.prompts))  # (1+Q, Q)
-        values = self.from_sums(Sums(*(counts @ column for column in sums)))
-        return Jackknife(values, np.isfinite(self.from_sums(sums)))
+        each = sums.to_numpy().T  # (columns, Q)
+        but_one = each @ leave_one_out(len(sums)).T  # (columns, 1+Q)
+        values, alone = (self.from_sums(dict(zip(sums, part, strict=True))) for part in (but_one, each))
+        return Jackknife(values, np.isfinite(alone))
 
     def estimate(self, trainings: Sequence[Jackknife]) -> Estimate:
         """Return its mean over trainings, with the interval."""
@@ -82,45 +62,52 @@ class Measure(NamedTuple):
         return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
 
 
+def _speed(sums: Sums) -> Floats:
+    return ratio(sums["tokens"], sums["seconds"])
+
+
 SPEED_UP = Measure(
     "speed_up",
     "speed-up over {baseline}",
     "ratio",
-    lambda sums: ratio(sums.tokens, sums.seconds) / ratio(sums.plain_tokens, sums.plain_seconds),
+    lambda sums: _speed(sums) / ratio(sums["plain_tokens"], sums["plain_seconds"]),
 )
-SPEED = Measure("tokens_per_second", "tokens/s", "ratio", lambda sums: ratio(sums.tokens, sums.seconds), ".1f")
-TAU_MACRO = Measure("tau_macro", "τ macro", "tokens", lambda sums: ratio(sums.means, sums.drafted))
-# A round that accepts a tokens counts in columns 0 to a.
-TAU_MICRO = Measure("tau_micro", "τ micro", "tokens", lambda sums: ratio(sums.reach.sum(1), sums.reach[:, 0]))
+SPEED = Measure("tokens_per_second", "tokens/s", "ratio", _speed, ".1f")
+TAU_MACRO = Measure("tau_macro", "τ macro", "tokens", lambda sums: ratio(sums["mean"], sums["drafted"]))
+TAU_MICRO = Measure("tau_micro", "τ micro", "tokens", lambda sums: ratio(sums[0] + sums["accepted"], sums[0]))
 IDENTICAL = Measure(
-    "identical", "same tokens as {baseline}, %", "share", lambda sums: ratio(sums.identical, sums.prompts), ".0%"
+    "identical", "same tokens as {baseline}, %", "share", lambda sums: ratio(sums["same"], sums["prompts"]), ".0%"
 )
 MEASURES = [SPEED_UP, SPEED, TAU_MACRO, TAU_MICRO, IDENTICAL]  # in the order of the table of methods
 
 
 @cache
-def position(k: int) -> Measure:
+def pos_acc(k: int) -> Measure:
     """pos-acc of position k: the share of rounds that accept it, of those that accept k-1."""
-    return Measure(
-        f"pos_acc_{k}", f"{k}", "share", lambda sums: ratio(sums.reach[:, k], sums.reach[:, k - 1]), ".1%", k
+    return Measure("pos_acc", f"{k}", "share", lambda sums: ratio(sums[k], sums[k - 1]), ".1%", k)
+
+
+def sum_by_prompt(answers: pd.DataFrame, depth: int) -> pd.DataFrame:
+    """Sum answers by training and prompt: a row for each method, seed, suite and id.
+
+    Args:
+        answers: a row for each answer, with `plain_tokens`, `plain_seconds` and `plain_answer` of the baseline, nan
+            without one.
+        depth: K, at least the most tokens that a round accepted.
+
+    Returns:
+        columns 0 to K: rounds that accepted at least k tokens, 0 counts them all; `accepted`, `tokens`, `seconds` (nan
+        where none were timed), `plain_tokens`, `plain_seconds`; `mean`, tokens per round of the prompt, 0 without a
+        round; `drafted`, 1 where it has a round; `prompts`, 1; `same`, 1 where all answers are the baseline's.
+    """
+    reach = [(accepted[:, None] >= np.arange(depth + 1)).sum(0) for accepted in answers["accepted"]]
+    parts = answers[[*TRAINING, *PROMPT, "seconds", "plain_tokens", "plain_seconds"]].assign(
+        tokens=answers["new_tokens"],
+        accepted=[accepted.sum() for accepted in answers["accepted"]],
+        others=(answers["answer"] != answers["plain_answer"]).where(answers["plain_answer"].notna()),
     )
-
-
-def sum_by_prompt(answers: pd.DataFrame, depth: int, plain: pd.DataFrame | None = None) -> Sums:
-    """Sum the answers of a method by prompt, beside those of a baseline, both indexed alike; `depth` is K."""
-    accepted = [np.concatenate([*each]) for _, each in _by_prompt(answers["accepted"])]
-    reach = np.array([(counts[:, None] >= np.arange(depth + 1)).sum(0) for counts in accepted], dtype=float)
-    if plain is None:
-        return Sums.by_prompt(reach, *_totals(answers))
-    same = _by_prompt(answers["answer"] == plain["answer"]).all().to_numpy(float)
-    return Sums.by_prompt(reach, *_totals(answers), [*_totals(plain), same])
-
-
-def _totals(answers: pd.DataFrame) -> tuple[Floats, Floats]:
-    """Return new tokens and seconds by prompt."""
-    tokens, seconds = (_by_prompt(answers[name]).sum(min_count=1) for name in ("new_tokens", "seconds"))
-    return tokens.to_numpy(float), seconds.to_numpy(float)
-
-
-def _by_prompt(column: pd.Series) -> Any:
-    return column.groupby(level=["suite", "id"], sort=False)
+    parts[[*range(depth + 1)]] = np.array(reach, dtype=float).reshape(len(parts), depth + 1)
+    sums = parts.groupby([*TRAINING, *PROMPT]).sum(min_count=1).astype(float)
+    sums["mean"] = np.nan_to_num(ratio((sums[0] + sums["accepted"]).to_numpy(), sums[0].to_numpy()))
+    sums["same"] = (sums.pop("others") == 0).where(sums["plain_tokens"].notna()).astype(float)
+    return sums.assign(drafted=np.sign(sums[0]), prompts=1.0)

@@ -12,8 +12,7 @@ from matplotlib.figure import Figure
 from poss_lightning import plots
 from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, read_answers
 from poss_lightning.files import atomic, public_name
-from poss_lightning.reports.findings import Findings
-from poss_lightning.reports.measures import SPEED_UP
+from poss_lightning.reports.results import Findings
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
@@ -37,7 +36,7 @@ Figures = dict[str, Figure]  # by title
 
 def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -> None:
     """Write the page; `runs` are folders of trainings, whose event files give drift and loss: by default a sweep's."""
-    trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.speed is SPEED_UP else [])))
+    trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.is_sweep else [])))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
     drafts = {name: facts for run in found.runs.values() for name, facts in run.get("methods", {}).items() if facts}
@@ -80,11 +79,16 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
 def comparison_figures(found: Findings) -> Figures:
     """Draw comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
+    overall = found.overall
     for measure in found.compared:
-        gains = {row.method: row.gains[measure.name] for row in found.overall if measure.name in row.gains}
-        if any(gain.value == gain.value for gain in gains.values()):
-            drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(gains, float(measure.logs))
-    if shares := {row.method: dict(enumerate(row.pos_acc, 1)) for row in found.overall if row.pos_acc}:
+        gains = overall[(overall["measure"] == measure.name) & (overall["against"] != "")]
+        if gains["value"].notna().any():
+            named = {row.method: row for row in gains.itertuples()}
+            drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(named, float(measure.logs))
+    shares: dict[str, dict[int, Any]] = {}
+    for row in overall[(overall["measure"] == "pos_acc") & (overall["against"] == "")].itertuples():
+        shares.setdefault(row.method, {})[row.position] = row
+    if shares:
         drawn["pos-acc by position"] = plots.curves(
             {"": shares}, "draft position k", "accepted, if k−1 was", share=True
         )
@@ -108,10 +112,10 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
     return {k: mean([one[k] for one in last if k in one]) for k in sorted(set().union(*last))}
 
 
-def decoded_texts(methods: Mapping[str, pd.DataFrame]) -> Iterator[dict[str, Any]]:
+def decoded_texts(answers: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
-    firsts = {name: own.reset_index().query("turn == 0 and repeat == 0") for name, own in methods.items()}
-    texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]) for name, own in firsts.items()}
+    firsts = answers.query("turn == 0 and repeat == 0").groupby("method", sort=False)
+    texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]).sort_index() for name, own in firsts}
     with_text = next(iter(texts.values()))["pieces"].dropna()
     for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:SHOWN_PROMPTS]:
         answers = [own.loc[prompt].to_dict() | {"name": name} for name, own in texts.items() if prompt in own.index]

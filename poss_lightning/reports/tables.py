@@ -1,16 +1,14 @@
-"""Tables of what was found, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
+"""Tables of results, for terminal, page and notebooks: pandas frames of texts, values with their intervals."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
-from poss_lightning.reports.findings import Findings
-from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO, Measure, position
+from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO, Measure, pos_acc
+from poss_lightning.reports.results import ALL, Findings
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.summary import ALL, MethodSummary
 
 PARTS = ["prefill", "draft", "verify", "commit", "round"]  # a CUDA graph is timed as one part, `round`
 LEGEND = (
@@ -20,125 +18,129 @@ LEGEND = (
 )
 
 
+class Column(NamedTuple):
+    """A column of a table."""
+
+    title: str
+    measure: str
+    form: str = ".0f"
+    position: int = 0
+    against: str = ""
+    brief: bool = False  # without interval; a comparison with it, and a mark where it is shown
+
+
 def overview(found: Findings) -> pd.DataFrame:
     """Speed, speed-up and τ of every method, as wide as a terminal; without speed-ups also τ minus the reference's."""
-    columns = {
-        "tokens/s": lambda row: _text(row, SPEED).partition(" ")[0],
-        "speed-up": partial(_text, measure=SPEED_UP),
-        "τ": partial(_text, measure=TAU_MACRO),
-    }
-    if found.reference and not any(SPEED_UP.name in row.values for row in found.overall):
-        columns["τ − reference"] = partial(gain_text, measure=TAU_MACRO, brief=True)
+    columns = [_value(SPEED, "tokens/s", brief=True), _value(SPEED_UP, "speed-up"), _value(TAU_MACRO, "τ")]
+    if found.reference and SPEED_UP.name not in {*found.overall["measure"]}:
+        columns.append(_gain(TAU_MACRO, found.reference, "τ − reference", brief=True))
     return _table(found.overall, columns)
 
 
 def all_tables(found: Findings) -> dict[str, pd.DataFrame]:
     """By title: methods, against the reference, by position and suite; milliseconds per token."""
-    rows, reference = found.overall, found.reference
-    drafted = [row for row in rows if row.rounds]
-    compared = [row for row in rows if row.gains]
-    depth = max((len(row.pos_acc) for row in drafted), default=0)
-    positions = {each.title: each for each in map(position, range(1, depth + 1))}
-    tables = {"Methods": _methods(rows, found.baseline)}
-    if reference:
-        gains = {each.compared_title: partial(gain_text, measure=each) for each in found.compared}
-        tables[f"Against {reference}"] = _table(compared, gains)
-    shown = [row for row in found.rows if row.suite != ALL and (row.rounds or SPEED_UP.name in row.values)]
-    tables["By suite"] = _by_suite(shown, found)
-    by_position = {title: partial(_text, measure=each) for title, each in positions.items()}
-    tables["pos-acc by position, %"] = _table(drafted, by_position)
-    if reference:
-        gains = {title: partial(gain_text, measure=each) for title, each in positions.items()}
-        tables[f"pos-acc by position, % − {reference}"] = _table([row for row in compared if row.rounds], gains)
-    if found.speed is SPEED:  # a sweep's choices were timed apart
+    overall, reference = found.overall, found.reference or ""
+    drafted = _drafted(overall)
+    positions = [pos_acc(k) for k in range(1, int(drafted["position"].max()) + 1)] if len(drafted) else []
+    compared = overall[overall["against"] != ""]
+    tables = {
+        "Methods": _table(overall, _methods(found.baseline)),
+        f"Against {reference}": _table(
+            compared, [_gain(each, reference, each.compared_title) for each in found.compared]
+        ),
+        "By suite": _by_suite(found),
+        "pos-acc by position, %": _table(drafted, [_value(each) for each in positions]),
+        f"pos-acc by position, % − {reference}": _table(
+            compared[compared["method"].isin(drafted["method"])],
+            [_gain(each, reference, each.title) for each in positions],
+        ),
+    }
+    if not found.is_sweep:  # a sweep's choices were timed apart
         tables["Milliseconds per new token"] = _parts(found.answers)
     return {title: table for title, table in tables.items() if len(table) and len(table.columns) > 1}
 
 
 def verdict(found: Findings) -> str:
     """Say which drafts are faster than the baseline, and which methods differ from the reference."""
-    said, drafted = [], [row for row in found.overall if row.rounds]
-    speed_ups = {row.method: row.values[SPEED_UP.name] for row in drafted if SPEED_UP.name in row.values}
-    if faster := [name for name, speed_up in speed_ups.items() if speed_up.low > 1]:
-        which = f": {_named(faster)}" if len(faster) < len(speed_ups) else ""
-        said.append(f"Drafting is faster than {found.baseline}{which}.")
-    elif speed_ups:
-        said.append(f"No draft is shown to be faster than {found.baseline}.")
-    effects: dict[str, list[str]] = {"larger": [], "smaller": [], "identical": [], "no difference shown": []}
-    for row in found.overall:
-        if gain := row.gains.get(TAU_MACRO.name):
-            effects["identical" if gain.identical else gain.direction or "no difference shown"].append(row.method)
-    if shown := "; ".join(f"{effect} ({_named(names)})" for effect, names in effects.items() if names):
-        said.append(f"τ against {found.reference}: {shown}.")
-    return " ".join(said)
+    overall, sentences = found.overall, []
+    drafted = _drafted(overall)
+    speed_ups = drafted[(drafted["measure"] == SPEED_UP.name) & (drafted["against"] == "")]
+    faster = speed_ups[speed_ups["low"] > 1]["method"]
+    if len(faster):
+        which = f": {', '.join(faster)}" if len(faster) < len(speed_ups) else ""
+        sentences.append(f"Drafting is faster than {found.baseline}{which}.")
+    elif len(speed_ups):
+        sentences.append(f"No draft is shown to be faster than {found.baseline}.")
+    gains = overall[(overall["measure"] == TAU_MACRO.name) & (overall["against"] != "")]
+    effects = {each: gains.loc[gains["direction"] == each, "method"] for each in ("larger", "smaller", "identical", "")}
+    shown = [f"{effect or 'no difference shown'} ({', '.join(own)})" for effect, own in effects.items() if len(own)]
+    if shown:
+        sentences.append(f"τ against {found.reference}: {'; '.join(shown)}.")
+    return " ".join(sentences)
 
 
-def _named(names: list[str], most: int = 4) -> str:
-    return ", ".join(names) if len(names) <= most else f"{len(names)} methods"
+def _drafted(results: pd.DataFrame) -> pd.DataFrame:
+    """Return the results of the methods with rounds."""
+    return results[results["method"].isin(results.loc[results["measure"] == "rounds", "method"])]
 
 
-def gain_text(row: MethodSummary, measure: Measure, brief: bool = False) -> str:
-    """A comparison with its interval, and p and minimum detectable effect, or where `brief` a mark if it is shown."""
-    gain, form = row.gains.get(measure.name), measure.gain_form
-    if gain is None or gain.identical:
-        return "identical" if gain else ""
+def text_of(row: Any, form: str, brief: bool = False) -> str:
+    """Write a `Result` with its interval; of a comparison also p and its detectable effect, or where `brief` a mark."""
+    estimate = Estimate(row.value, row.low, row.high)
+    if not row.against:
+        return estimate.text(form) if brief else estimate.with_interval(form)
+    if row.direction == "identical":
+        return "identical"
     if brief:
-        return gain.with_interval(form) + ("*" if gain.direction else "")
-    p = "" if math.isnan(gain.p) else "p < 0.001" if gain.p < 0.001 else f"p {gain.p:.3f}"
-    least = "" if math.isnan(gain.detectable) else "±" + Estimate(gain.detectable).text(form.replace("+", ""))
-    return " ".join(filter(None, [gain.with_interval(form), p, least]))
+        return estimate.with_interval(form) + "*" * bool(row.direction)
+    p = "" if math.isnan(row.p) else "p < 0.001" if row.p < 0.001 else f"p {row.p:.3f}"
+    least = "" if math.isnan(row.detectable) else "±" + Estimate(row.detectable).text(form.replace("+", ""))
+    return " ".join(filter(None, [estimate.with_interval(form), p, least]))
 
 
-def _text(row: MethodSummary, measure: Measure) -> str:
-    """Return a measure with its interval; nothing where it is not defined."""
-    value = row.values.get(measure.name)
-    return value.with_interval(measure.form) if value else ""
+def _value(measure: Measure, title: str = "", brief: bool = False) -> Column:
+    return Column(title or measure.title, measure.name, measure.form, measure.position, "", brief)
 
 
-def _table(rows: list[MethodSummary], columns: Mapping[str, Callable[[MethodSummary], str]]) -> pd.DataFrame:
-    """Return a row for each method; the columns that have any text."""
-    texts = {name: [text(row) for row in rows] for name, text in columns.items()}
-    return pd.DataFrame(
-        {"method": [row.method for row in rows]} | {name: own for name, own in texts.items() if any(own)}
-    )
+def _gain(measure: Measure, reference: str, title: str, brief: bool = False) -> Column:
+    return Column(title, measure.name, measure.gain_form, measure.position, reference, brief)
 
 
-def _methods(rows: list[MethodSummary], baseline: str | None) -> pd.DataFrame:
-    def deviation(row: MethodSummary) -> str:
-        taus = [*row.trainings.get(TAU_MACRO.name, {}).values()]
-        return f"{np.std(taus, ddof=1):.3f}" if len(taus) > 1 else ""
-
-    texts = {each.title.format(baseline=baseline): partial(_text, measure=each) for each in MEASURES}
-    shares = {each.title.format(baseline=baseline) for each in MEASURES if each.scale == "share"}
-    return _table(
-        rows,
-        {
-            "trainings": lambda row: str(len(row.seeds)),
-            **{title: text for title, text in texts.items() if title not in shares},
-            "sd of a training, τ macro": deviation,
-            **{title: text for title, text in texts.items() if title in shares},
-            "rounds": lambda row: str(row.rounds or ""),
-        },
-    )
+def _table(results: pd.DataFrame, columns: Iterable[Column], by: tuple[str, ...] = ("method",)) -> pd.DataFrame:
+    """Return a row for each method, or for what `by` names, in the order of the results; the columns with any text."""
+    table = results[[*by]].drop_duplicates(ignore_index=True)
+    keys = [*table.itertuples(index=False, name=None)]
+    for title, measure, form, position, against, brief in columns:
+        rows = results[(results["measure"] == measure) & (results["position"] == position)]
+        rows = rows[rows["against"] == against]
+        texts = {tuple(getattr(row, name) for name in by): text_of(row, form, brief) for row in rows.itertuples()}
+        if any(texts.values()):
+            table[title] = [texts.get(key, "") for key in keys]
+    return table
 
 
-def _by_suite(rows: list[MethodSummary], found: Findings) -> pd.DataFrame:
-    lengths = [each for each in MEASURES if each.scale == "tokens"]
-    return _table(
-        rows,
-        {
-            "suite": lambda row: row.suite,
-            "prompts": lambda row: str(row.prompts),
-            **{each.title: partial(_text, measure=each) for each in lengths},
-            f"{TAU_MACRO.compared_title} {found.reference}": partial(gain_text, measure=TAU_MACRO),
-            f"× {found.baseline}": partial(_text, measure=SPEED_UP),
-        },
-    )
+def _methods(baseline: str | None) -> list[Column]:
+    values = [_value(each, each.title.format(baseline=baseline)) for each in MEASURES]
+    shares = [column for column, each in zip(values, MEASURES, strict=True) if each.scale == "share"]
+    others = [column for column in values if column not in shares]
+    spread = Column("sd of a training, τ macro", "sd", ".3f")
+    return [Column("trainings", "trainings"), *others, spread, *shares, Column("rounds", "rounds")]
 
 
-def _parts(methods: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+def _by_suite(found: Findings) -> pd.DataFrame:
+    rows = found.results[found.results["suite"] != ALL]
+    shown = rows[rows["measure"].isin([SPEED_UP.name, "rounds"])]
+    rows = rows.merge(shown[["suite", "method"]].drop_duplicates())
+    lengths = [_value(each) for each in MEASURES if each.scale == "tokens"]
+    columns = [Column("prompts", "prompts"), *lengths, _value(SPEED_UP, f"× {found.baseline}")]
+    if found.reference:
+        columns.insert(-1, _gain(TAU_MACRO, found.reference, f"{TAU_MACRO.compared_title} {found.reference}"))
+    return _table(rows, columns, by=("method", "suite"))
+
+
+def _parts(answers: pd.DataFrame) -> pd.DataFrame:
     """Return milliseconds per new token by method and part; `rest` is the time outside the named parts."""
-    timed = pd.concat([own[own["seconds"].notna()].assign(method=name) for name, own in methods.items()])
+    timed = answers[answers["seconds"].notna()]
     sums = timed.groupby("method", sort=False)[[*PARTS, "seconds", "new_tokens"]].sum()
     if not sums[PARTS].to_numpy().any():  # of a replay, none is timed
         return pd.DataFrame()

@@ -14,9 +14,9 @@ from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
-from poss_lightning.evaluation.drawing import guesses_of
 from poss_lightning.evaluation.generate import answer, generate
 from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.evaluation.tree_view import guesses_of
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.chat import Chat
 from poss_lightning.terminal import printable

@@ -17,7 +17,8 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.provenance import describe_draft
 from poss_lightning.evaluation.rounds import ROUNDS, read_rounds, read_runs
 from poss_lightning.evaluation.suites import read_suites
-from poss_lightning.reports.findings import find, not_comparable
+from poss_lightning.reports.comparable import not_comparable
+from poss_lightning.reports.results import results
 from poss_lightning.sweep import Sweep
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -41,7 +42,7 @@ def test_all_records_are_read_and_every_experiment_has_a_readme():
     for folder in sorted(cells | runs):
         rounds = read_rounds(folder)
         baselines = {*rounds["method"]} & {"plain", "vllm"}
-        assert find(folder, baseline=min(baselines, default="plain")).overall
+        assert len(results(folder, baseline=min(baselines, default="plain")))
         assert not not_comparable(rounds, read_runs(rounds)) or folder.name in ("scale", "block"), folder
     index = (EXPERIMENTS / "README.md").read_text().replace("[text that the target wrote]", "[data]")
     for folder in filter(Path.is_dir, EXPERIMENTS.iterdir()):

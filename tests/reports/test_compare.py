@@ -1,17 +1,15 @@
-"""`poss compare` in the terminal: short table, verdict, all tables; temperatures and warnings."""
+"""`poss compare` in the terminal: short table, verdict, all tables; ways of sampling and warnings."""
 
 import shutil
-from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from poss_lightning.reports.compare import compare, print_findings, show
-from poss_lightning.reports.findings import find
-from poss_lightning.reports.measures import TAU_MACRO, TAU_MICRO
-from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.tables import all_tables, gain_text, verdict
+from poss_lightning.reports.results import find
+from poss_lightning.reports.tables import all_tables, overview, verdict
 from tests.support.lab import write_run
-from tests.support.synthetic import make_cells, make_rows
+from tests.support.synthetic import by_method, make_cells, make_rows
 
 
 @pytest.fixture
@@ -22,25 +20,24 @@ def sweep(tmp_path):
 
 
 @pytest.mark.parametrize("reference", [None, "eagle"])
-def test_the_short_table_and_its_verdict_fit_a_terminal(sweep, capsys, reference):
+def test_the_short_table_and_its_verdict_fit_a_terminal_and_all_prints_every_table(sweep, capsys, reference):
     found = find(sweep, reference=reference)
     compare(str(sweep), reference=reference)
     out = capsys.readouterr().out
-    assert out.count("\n") <= 25 and max(map(len, out.splitlines())) <= 80
-    for row in found.overall:
-        assert row.method in out and row.values["tau_macro"].with_interval() in out
-        assert row.values["speed_up"].with_interval() in out
-    assert verdict(found) in out.replace("\n", " ") and ("Holm" in out) == bool(reference)
-
-
-def test_all_prints_every_table(sweep, capsys):
-    found = find(sweep, reference="eagle")
+    assert out.count("\n") <= 25 and max(map(len, out.splitlines())) <= 80 and "3 trainings of each" in out
+    assert show(overview(found)) in out and ("Holm" in out) == bool(reference)
+    assert verdict(found) in out.replace("\n", " ")
     print_findings(found, all=True)
     out, tables = capsys.readouterr().out, all_tables(found)
-    assert "3 trainings of each" in out and {"Methods", "Against eagle", "By suite"} < tables.keys()
+    assert {"Methods", "By suite", *(["Against eagle"] * bool(reference))} < tables.keys()
     assert all(f"\n{title}\n{show(table)}\n" in out for title, table in tables.items())
-    gain = found.overall[-1].gains["tau_macro"]
-    assert f"{gain.with_interval('+z.3f')} p {gain.p:.3f} ±{gain.detectable:.3f}" in out
+
+
+def test_a_comparison_has_its_interval_p_and_detectable_effect(sweep):
+    found = find(sweep, reference="eagle")
+    gain, tables = by_method(found.results).gains["poss-1"]["tau_macro"], all_tables(found)
+    (text,) = tables["Against eagle"]["τ macro −"]
+    assert text == f"{gain.value:+.3f} ({gain.low:+.3f}…{gain.high:+.3f}) p {gain.p:.3f} ±{gain.detectable:.3f}"
 
 
 def test_names_cannot_steer_the_terminal(tmp_path, capsys):
@@ -52,21 +49,21 @@ def test_names_cannot_steer_the_terminal(tmp_path, capsys):
     assert "\x1b" not in shown and r"[red]\x1b[2J <b>" in shown
 
 
-def test_a_verdict_says_which_drafts_are_faster_and_which_differences_are_shown(tmp_path):
+def test_a_verdict_lists_the_drafts_that_are_faster_and_the_differences_that_are_shown(tmp_path):
     write_run(tmp_path, make_rows(), {})
     found = find(tmp_path, reference="eagle")
     assert verdict(found) == "Drafting is faster than plain. τ against eagle: larger (poss-1)."
-    last = found.overall[-1]
-    gain = last.gains["tau_macro"]
-    effects = {"a": {"p": 0.01, "value": -gain.value}, "b": {"p": 0.9}, "c": {"p": 0.04}}
-    rows = [replace(last, method=name, gains={"tau_macro": replace(gain, **own)}) for name, own in effects.items()]
-    assert verdict(found._replace(rows=rows)).endswith("larger (c); smaller (a); no difference shown (b).")
-    same = replace(last, gains={"tau_macro": replace(gain, value=0.0, detectable=0.0, p=1.0)})
-    assert gain_text(same, TAU_MACRO) == "identical" and gain_text(same, TAU_MICRO) == ""
-    slow = [replace(r, values=r.values | {"speed_up": Estimate(1.2, 0.9, 1.5)}, gains={}) for r in found.overall]
-    assert verdict(found._replace(rows=slow)) == "No draft is shown to be faster than plain."
-    one = [*slow[:-1], replace(last, gains={})]
-    assert verdict(found._replace(rows=one)) == "Drafting is faster than plain: poss-1."
+    gain = found.results.query("suite == 'all' and measure == 'tau_macro' and against == 'eagle'")
+    effects = ("smaller", "", "larger", "identical", "larger", "larger", "larger", "larger")
+    rows = [gain.assign(method=f"m{place}", direction=each) for place, each in enumerate(effects)]
+    said = verdict(found._replace(results=pd.concat(rows)))
+    words = "larger (m2, m4, m5, m6, m7); smaller (m0); identical (m3); no difference shown (m1)"
+    assert said == f"τ against eagle: {words}."
+    speeds = found.results.query("measure == 'speed_up' and against == ''").index
+    slow = found.results.assign(low=found.results["low"].where(~found.results.index.isin(speeds), 0.9))
+    assert verdict(found._replace(results=slow)).startswith("No draft is shown to be faster than plain.")
+    slow.loc[speeds[slow.loc[speeds, "method"] == "poss-1"], "low"] = 1.1
+    assert verdict(found._replace(results=slow)).startswith("Drafting is faster than plain: poss-1.")
 
 
 def test_the_baseline_may_be_any_method_of_the_records(tmp_path):
@@ -74,8 +71,8 @@ def test_the_baseline_may_be_any_method_of_the_records(tmp_path):
     with pytest.raises(ValueError, match="baseline is 'plain'; these records have vllm"):
         find(tmp_path)
     for baseline, other in (("vllm", "eagle"), ("eagle", "vllm")):
-        rows = find(tmp_path, baseline=baseline).overall
-        assert [row.method for row in rows if "speed_up" in row.values] == [other]
+        found = find(tmp_path, baseline=baseline).overall
+        assert [*found.loc[found["measure"] == "speed_up", "method"]] == [other]
 
 
 def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_path, capsys):
@@ -88,9 +85,6 @@ def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_p
     said = " ".join(capsys.readouterr().out.split())
     assert [f"these records had 2 different {name}" in said for name in ("store", "dtype", "machine")] == [True] * 3
     assert "base.yaml" not in said and "max_new_tokens" not in said
-    write_run(tmp_path / "choice=eagle" / "seed=2", [row | {"prompt_tokens": 999} for row in rows], {})
-    with pytest.raises(ValueError, match=r"have prompts of different lengths at "):
-        find(tmp_path)
 
 
 def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
@@ -98,32 +92,30 @@ def test_a_choice_that_shares_one_training_with_the_reference_is_named(sweep):
     assert words not in find(sweep, reference="eagle").notes
     for seed in (0, 2):
         shutil.rmtree(sweep / "choice=poss-1" / f"seed={seed}")
-    found = find(sweep, reference="eagle")
-    assert words in found.notes
+    assert words in find(sweep, reference="eagle").notes
 
 
 def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
     configs = {
-        "T = 0": {"temperature": 0.0},
-        "T = 1, top_p 0.5": {"temperature": 1.0, "top_p": 0.5},
-        "T = 1": {"temperature": 1.0, "tree": "auto"},
+        "T=0": {"temperature": 0.0},
+        "T=1 top_p=0.5": {"temperature": 1.0, "top_p": 0.5},
+        "T=1": {"temperature": 1.0, "tree": "auto"},
     }
     for seed, (name, config) in enumerate(configs.items()):
         records = make_rows(seed=seed)
-        if name == "T = 0":  # greedy answers were replayed, which takes no time
+        if name == "T=0":  # greedy answers were replayed, which takes no time
             records = [row | {"seconds": {}} for row in records if row["method"] in ("eagle", "poss-1")]
         write_run(tmp_path / name, records, {"config": config})
     both = find(tmp_path, reference="eagle")
     for name in configs:
         alone = find(tmp_path / name, reference="eagle")
-        rows = [replace(row, method=f"{row.method}, {name}") for row in alone.rows]
-        assert repr([row for row in both.rows if row.method.endswith(f", {name}")]) == repr(rows)  # nan is not itself
-        assert all(both.answers[f"{method}, {name}"].equals(own) for method, own in alone.answers.items())
+        for one, every in ((alone.results, both.results), (alone.answers, both.answers)):
+            own = every[every["method"].isin(one["method"] + f" {name}")].reset_index(drop=True)
+            pd.testing.assert_frame_equal(own, one.assign(method=one["method"] + f" {name}"))
         assert set(alone.notes) < set(both.notes)
-        assert any("sized by their cost" in note for note in alone.notes) == (name == "T = 1")
-    assert (both.baseline, both.speed.name) == ("plain", "tokens_per_second")
-    assert "speed-up over plain" in all_tables(both)["Methods"]
-    write_run(tmp_path / "T = 1", [row for row in records if row["method"] != "eagle"], {"config": configs["T = 1"]})
+        assert any("sized by their cost" in note for note in alone.notes) == (name == "T=1")
+    assert both.baseline == "plain" and "speed-up over plain" in all_tables(both)["Methods"]
+    write_run(tmp_path / "T=1", [row for row in records if row["method"] != "eagle"], {"config": configs["T=1"]})
     with pytest.raises(ValueError, match="reference is 'eagle'; these records have the methods"):
         find(tmp_path, reference="eagle")
 

@@ -14,8 +14,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.evaluation.record import write_run as write_json
 from poss_lightning.reports.compare import compare
-from poss_lightning.reports.findings import find
 from poss_lightning.reports.page import split_rounds
+from poss_lightning.reports.results import find
 from poss_lightning.reports.scalars import (
     group_by_choice,
     last_values,

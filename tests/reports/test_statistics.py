@@ -9,10 +9,8 @@ import torch
 from scipy import stats
 
 from benchmarks import coverage
-from poss_lightning.reports.measures import sum_by_prompt
 from poss_lightning.reports.statistics import Jackknife, Mean, compare_means, crossed_error, detectable, holm, mean_over
-from poss_lightning.reports.summary import split_methods
-from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
+from tests.support.synthetic import make_cells, make_rows, over_seeds, rows_of
 from tests.support.tolerance import close
 
 near = partial(close, dtype=torch.float32)  # half the digits: of means that are alike, and quantiles found by iteration
@@ -40,7 +38,7 @@ def test_an_interval_is_the_jackknife_prompt_by_prompt(measure):
     own = len(prompts) * value - (len(prompts) - 1) * np.array(without)
     half = stats.t.ppf(0.975, len(own) - 1) * stats.sem(own)
     change = np.exp if measure == "tokens_per_second" else float
-    found = rows_of(records)["eagle"].values[measure]
+    found = rows_of(records).values["eagle"][measure]
     expected = [change(x) for x in (value, value - half, value + half)]
     assert near((found.value, found.low, found.high), expected)
 
@@ -67,32 +65,37 @@ def test_the_crossed_error_is_the_textbooks():
 
 
 def prompt_means(records, method):
-    sums = sum_by_prompt(split_methods(frame(records))[method], 3)
-    return sums.reach.sum(1) / sums.reach[:, 0]
+    """Tokens per round of each prompt."""
+    rounds = {}
+    for record in sorted(records, key=lambda each: (each["suite"], each["id"])):
+        if record["method"] == method:
+            rounds.setdefault((record["suite"], record["id"]), []).extend(record["accepted"])
+    return np.array([1 + np.mean(own) for own in rounds.values()])
 
 
 def test_one_training_of_each_is_scipys_paired_t_test_over_prompts():
     records = make_rows()
-    rows = rows_of(records, reference="eagle")
+    gains = rows_of(records, reference="eagle").gains
     test = stats.ttest_rel(*(prompt_means(records, method) for method in ("poss-1", "eagle")))
-    gain, ends = rows["poss-1"].gains["tau_macro"], test.confidence_interval()
+    gain, ends = gains["poss-1"]["tau_macro"], test.confidence_interval()
     assert near((gain.p, gain.low, gain.high), (test.pvalue, ends.low, ends.high))
-    assert not rows["generate"].gains  # so nothing is corrected for it
-    assert rows_of(records, reference="generate")["poss-1"].gains["tokens_per_second"].p < 0.05
+    assert not gains["generate"]  # so nothing is corrected for it
+    assert rows_of(records, reference="generate").gains["poss-1"]["tokens_per_second"].p < 0.05
 
 
 def test_several_trainings_are_compared_seed_by_seed_and_prompt_by_prompt():
     cells = make_cells()
-    rows = over_seeds(cells)
-    gains = rows["poss-1"].gains
+    found = over_seeds(cells)
+    gains = found.gains["poss-1"]
     means = {cell: prompt_means(records, cell[0]) for cell, records in cells.items()}
     effects = np.array([means["poss-1", seed] - means["eagle", seed] for seed in range(3)])
     error, freedom = naive_crossed(effects)
     assert near(gains["tau_macro"].value, effects.mean())
     assert near(gains["tau_macro"].p, 2 * stats.t.sf(effects.mean() / error, freedom))
     assert near(gains["tau_macro"].detectable, detectable(error, freedom))
-    geometric = [stats.gmean([*rows[method].trainings["speed_up"].values()]) for method in ("poss-1", "eagle")]
-    assert near(rows["poss-1"].values["speed_up"].value, geometric[0])
+    speeds = {cell: rows_of(records).values[cell[0]]["speed_up"].value for cell, records in cells.items()}
+    geometric = [stats.gmean([speeds[method, seed] for seed in range(3)]) for method in ("poss-1", "eagle")]
+    assert near(found.values["poss-1"]["speed_up"].value, geometric[0])
     assert near(gains["speed_up"].value, geometric[0] / geometric[1])
 
 
@@ -111,17 +114,17 @@ def test_holm_equals_its_definition():
 
 @pytest.mark.parametrize("depth", [3, 8])  # 3: the most accepted; beyond it positions are never reached
 def test_tau_is_one_plus_the_products_of_pos_acc(depth):
-    for row in rows_of(make_rows(), depths={"eagle": depth, "poss-1": depth}).values():
-        if row.rounds:
-            shares = np.nan_to_num([share.value for share in row.pos_acc])
+    for values in rows_of(make_rows(), depths={"eagle": depth, "poss-1": depth}).values.values():
+        if "rounds" in values:
+            shares = np.nan_to_num([share.value for name, share in values.items() if name.startswith("pos_acc")])
             assert len(shares) == depth
-            assert near(row.values["tau_micro"].value, 1 + np.cumprod(shares).sum())
+            assert near(values["tau_micro"].value, 1 + np.cumprod(shares).sum())
 
 
 def test_intervals_of_shares_stay_between_0_and_1():
-    for row in rows_of(make_rows(prompts=2, rounds=4)).values():
-        shares = [*row.pos_acc, *(value for name, value in row.values.items() if name == "identical")]
-        assert all(0 <= share.low <= share.high <= 1 for share in shares if share.interval())
+    for values in rows_of(make_rows(prompts=2, rounds=4)).values.values():
+        shares = [share for name, share in values.items() if name == "identical" or name.startswith("pos_acc")]
+        assert all(0 <= share.low <= share.high <= 1 for share in shares if not math.isnan(share.low))
 
 
 def test_p_is_below_5_percent_exactly_where_the_interval_excludes_no_effect():

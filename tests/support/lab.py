@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from poss_lightning.evaluation.rounds import Row, write_rounds
+from poss_lightning.evaluation.rounds import AnswerRow, write_rounds
 from tests.support.synthetic import make_rows
 
 CHOICES = ("eagle", "poss-1")
@@ -25,7 +25,7 @@ def write_lab(folder: Path) -> None:
             write_events(cell, seed, gain=0.1 * CHOICES.index(choice))
 
 
-def write_run(folder: Path, rows: Sequence[Row], facts: dict) -> None:
+def write_run(folder: Path, rows: Sequence[AnswerRow], facts: dict) -> None:
     """`rounds.parquet`, `answers.parquet` and `run.json`."""
     write_rounds(folder, rows)
     (folder / "run.json").write_text(json.dumps(facts))

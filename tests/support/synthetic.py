@@ -3,13 +3,15 @@
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from scipy.special import expit
 
 from poss_lightning.evaluation.rounds import BASELINES, read_rounds, write_rounds
-from poss_lightning.reports.summary import ALL, split_trainings, summarise
+from poss_lightning.reports.comparable import label_trainings
+from poss_lightning.reports.results import ALL, measure
 
 SHARES = {"eagle": (0.6, 0.4, 0.2), "poss-1": (0.6, 0.6, 0.6)}  # pos-acc by position
 
@@ -57,9 +59,24 @@ def frame(rows: list[dict], choice: str | None = None, seed: int | None = None) 
         return read_rounds(folder)
 
 
-def rows_of(rows, **options):
-    found = summarise(split_trainings(frame(rows)), **({"baseline": "plain"} | options))
-    return {row.method: row for row in found if row.suite == ALL}
+class Found(NamedTuple):
+    """Results over all suites, by method and by measure; pos-acc as `pos_acc_1`, `pos_acc_2` and so on."""
+
+    values: dict[str, dict[str, Any]]
+    gains: dict[str, dict[str, Any]]
+
+
+def by_method(results: pd.DataFrame) -> Found:
+    names = results["method"].unique()
+    found = Found({name: {} for name in names}, {name: {} for name in names})
+    for row in results[results["suite"] == ALL].itertuples():
+        measured = (found.gains if row.against else found.values)[row.method]
+        measured[row.measure + f"_{row.position}" * bool(row.position)] = row
+    return found
+
+
+def rows_of(rows, **options) -> Found:
+    return by_method(measure(label_trainings(frame(rows)), **({"baseline": "plain"} | options)))
 
 
 def make_cells(seeds=(0, 1, 2)):
@@ -70,10 +87,9 @@ def make_cells(seeds=(0, 1, 2)):
     }
 
 
-def over_seeds(cells):
+def over_seeds(cells) -> Found:
     rounds = pd.concat([frame(rows, *cell) for cell, rows in cells.items()])
-    found = summarise(split_trainings(rounds), baseline="plain", reference="eagle")
-    return {row.method: row for row in found if row.suite == ALL}
+    return by_method(measure(label_trainings(rounds), baseline="plain", reference="eagle"))
 
 
 # --- rounds alone, many experiments at once ---

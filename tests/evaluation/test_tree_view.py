@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from poss_lightning.evaluation.drawing import Guesses, draw
+from poss_lightning.evaluation.tree_view import Guesses, draw
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "\n", " down"]
 #         the(cat(sat(\n) ran) dog), of which the target accepts cat and sat, and adds down

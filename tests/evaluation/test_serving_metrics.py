@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from poss_lightning.evaluation.engines import read_served
 from poss_lightning.evaluation.rounds import read_rounds
+from poss_lightning.evaluation.serving_metrics import read_served
 from tests.support.tolerance import close
 
 ROUNDS = [[2, 0, 1, 2], [0, 0], [3]]

@@ -8,9 +8,12 @@ import re
 import reprlib
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from poss_lightning.corpus.formats import file_records, parse_line
+
+if TYPE_CHECKING:
+    from poss_lightning.evaluation.rounds import AnswerRow
 
 HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
 MEANS = {"spec_verify_ct": "spec_accept_length", "num_spec_steps": "mean_acceptance_length"}  # weights, and of what
@@ -61,7 +64,7 @@ def read_served(file: Path) -> Served:
     raise ValueError(f"{file}: no answer says what each round accepted: {HOW}; or save /metrics of vLLM or SGLang")
 
 
-def read_engine(file: Path) -> list[dict[str, Any]]:
+def read_engine(file: Path) -> "list[AnswerRow]":
     """Read a row for each answer of an engine's responses, which names the method.
 
     Three forms are known: vLLM's responses (`--per-request-spec-decode-metrics`), SGLang's, and AIPerf's
@@ -73,21 +76,22 @@ def read_engine(file: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: no answer says what its rounds accepted; the message names file and line, and how to get one.
     """
-    rows = []
+    rows: list[AnswerRow] = []
     for number, request, found in _answers(file):
-        accepted = [count for known in found for count in _accepted(known)]
-        row = {
-            "suite": "requests",
-            "id": str(request.get("session_num", number)),
-            "turn": request.get("turn_index") or 0,
-            "repeat": 0,
-            "method": f"{file.stem} (engine)",
-            "prompt_tokens": 0,
-            "new_tokens": 1 + sum(accepted) + len(accepted),
-            "accepted": accepted,
-            "answer": 0,  # its tokens are unknown
-        }
-        rows += [row] if accepted else []
+        if accepted := [count for known in found for count in _accepted(known)]:
+            row: AnswerRow = {
+                "method": f"{file.stem} (engine)",
+                "suite": "requests",
+                "id": str(request.get("session_num", number)),
+                "turn": request.get("turn_index") or 0,
+                "repeat": 0,
+                "prompt_tokens": 0,
+                "new_tokens": 1 + sum(accepted) + len(accepted),
+                "accepted": accepted,
+                "seconds": {},
+                "tokens": [],
+            }
+            rows.append(row)
     if not rows:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return rows
