@@ -7,10 +7,11 @@ weighted by its rounds, and refused where it does not say how many.
 import re
 import reprlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from poss_lightning.corpus.formats import file_records, parse_line
+from poss_lightning.corpus.formats import CorpusError, file_records, parse_line
 
 if TYPE_CHECKING:
     from poss_lightning.evaluation.rounds import AnswerRow
@@ -21,6 +22,7 @@ HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
     "with spec_correct_drafts_histogram, or AIPerf's profile_export.jsonl of --export-level records"
 )
+STREAM = b"data:"  # before each event
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)_total\{(.*)\} (\S+)", re.MULTILINE)
 LABEL = re.compile(r'(model_name|position)="([^"]*)"')
 GAUGE = re.compile(r'(?:^sglang:spec_accept_length(?:\{.*\})?|"avg_spec_accept_length":) *([\d.e+-]+)', re.MULTILINE)
@@ -103,10 +105,7 @@ def _answers(file: Path) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]
     Chunks of a stream have the id of their answer, and the last of them counts.
     """
     found: dict[Any, tuple[int, dict[str, Any], list[dict[str, Any]]]] = {}
-    for number, line in file_records(file):
-        line = line.removeprefix(b"data: ").strip() if isinstance(line, bytes) else line
-        if line == b"[DONE]":
-            continue
+    for number, line in _records(file):
         try:
             values: Any = parse_line(line) if isinstance(line, bytes) else line
             known = _find_counts([values])
@@ -117,6 +116,19 @@ def _answers(file: Path) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]
             words = f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted"
             raise ValueError(f"{words} ({error}): {HOW}") from None
     return list(found.values())
+
+
+def _records(file: Path) -> Iterator[tuple[int, object]]:
+    """Yield the records of a file, or of a saved stream, whose lines begin with `data:`."""
+    with file.open("rb") as lines:
+        if lines.read(len(STREAM)) == STREAM:
+            events = (line.removeprefix(STREAM).strip() for line in (STREAM + lines.read()).splitlines())
+            yield from ((number, event) for number, event in enumerate(events, 1) if event not in (b"", b"[DONE]"))
+            return
+    try:
+        yield from file_records(file)
+    except CorpusError as error:
+        raise ValueError(f"{error}: {HOW}") from error
 
 
 def _find_counts(level: list[Any]) -> list[dict[str, Any]]:

@@ -143,7 +143,7 @@ def test_counters_that_say_nothing_of_a_draft_are_refused(tmp_path, text, words)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("# HELP vllm:n Number.\n", r"line 1: .* \(not JSON .* --per-request-spec-decode-metrics detailed"),
+        ("# HELP vllm:n Number.\n", "is not JSON lines.*: give .* --per-request-spec-decode-metrics detailed"),
         (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
         (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
         (lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
