@@ -26,19 +26,34 @@ if TYPE_CHECKING:
     from poss_lightning.api import load
     from poss_lightning.decoding.plans import Plan
     from poss_lightning.draft.kinds import load_draft
+    from poss_lightning.evaluation.probe import Replay
     from poss_lightning.evaluation.rounds import read_rounds
     from poss_lightning.features.datamodule import FeatureData
     from poss_lightning.features.store import FeatureStore
     from poss_lightning.reports.results import results
+    from poss_lightning.training.callbacks import DraftFolders
     from poss_lightning.training.module import SpecialistTraining
 
 __version__ = "0.1.0"
-__all__ = ["FeatureData", "FeatureStore", "Plan", "SpecialistTraining", "load", "load_draft", "read_rounds", "results"]
+__all__ = [
+    "DraftFolders",
+    "FeatureData",
+    "FeatureStore",
+    "Plan",
+    "Replay",
+    "SpecialistTraining",
+    "load",
+    "load_draft",
+    "read_rounds",
+    "results",
+]
 
 _PLACES = {
+    "DraftFolders": "training.callbacks",
     "FeatureData": "features.datamodule",
     "FeatureStore": "features.store",
     "Plan": "decoding.plans",
+    "Replay": "evaluation.probe",
     "SpecialistTraining": "training.module",
     "load": "api",
     "load_draft": "draft.kinds",

@@ -45,7 +45,7 @@ class DraftFolders(lightning.Callback):
         logged = trainer.callback_metrics
         tau = float(logged.get(TAU, math.nan))
         if math.isnan(tau):
-            rank_zero_warn(f"nothing was logged as {TAU!r}, so no draft-best is written")
+            rank_zero_warn(f"nothing was logged as {TAU!r}, so no draft-best is written: add the callback Replay")
             return
         tau = trainer.strategy.broadcast(tau)  # processes may differ by rounding, and all save
         if improves := tau > self.best:

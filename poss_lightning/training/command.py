@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
-import torch
 import yaml
 from lightning import Trainer
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from poss_lightning.configs import config_files, explain_option, files_with, set_up_parser
+from poss_lightning.configs import config_files, explain_option, set_up_parser
 from poss_lightning.draft.folder import load_checkpoint
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
@@ -40,6 +39,11 @@ from poss_lightning.training.run_folder import (
 from poss_lightning.training.strategies import prepare
 
 BASE = "trainer/base.yaml"  # the defaults of every training
+CALLBACKS = {  # that a list of `trainer.callbacks` does not replace
+    "replay": "what measures τ in validations; null for none",
+    "drafts": "what writes draft-best/ and draft-last/; null for none",
+    "checkpoint": "what writes checkpoints/last.ckpt, to resume from; null for none",
+}
 COMMANDS = ("fit", "validate")
 NAME = "folder of this training, in runs/ or trainer.default_root_dir; null for lightning_logs/version_N"
 CHECKPOINT = "a training's checkpoints/last.ckpt, to resume or to validate; auto: that of --name, if there is one"
@@ -114,6 +118,8 @@ class Training(LightningCLI):
         )
         trainer = (parser.groups or {})["trainer"]
         trainer.add_argument("--trainer.precision", type=str, default="auto", help=PRECISION)
+        for name, text in CALLBACKS.items():
+            parser.add_argument(f"--{name}", type=Callback | None, help=text)
         parser.link_arguments("data.source", "model.store", apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -123,7 +129,7 @@ class Training(LightningCLI):
             self.config = copy_context().run(parser.parse_args, args)
         except ArgumentError as error:
             raise explain_option(error, self._parser(args[0]), self.files) from error
-        place_training(self.options)
+        self.folder = place_training(self.options)
 
     def _parse_ckpt_path(self) -> None:
         """Do nothing: Lightning would replace the given options by those of the checkpoint."""
@@ -144,20 +150,15 @@ class Training(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
-        if (accelerator := self.options.trainer.accelerator) in ("gpu", "cuda") and not torch.cuda.is_available():
-            places = "; see ".join(["", *files_with("trainer.accelerator", self.files)])
-            words = f"trainer.accelerator is {accelerator}, and torch finds no GPU here; it must be cpu or auto"
-            raise ValueError(f"{words}, as in trainer/cpu.yaml{places}")
         for config in (self.config, self.config_init):  # the first is written to config.yaml
             trainer = self._get(config, "trainer")
             if self.config.subcommand != "fit":  # its scalars would count as the training's, in whose folder they are
                 trainer.logger = False
             if trainer.precision == "auto":
                 trainer.precision = choose_precision(str(trainer.accelerator))
-        trainer = super().instantiate_trainer(**more)
-        callbacks = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if type(bar := trainer.progress_bar_callback) in (RichProgressBar, TQDMProgressBar):
-            callbacks[callbacks.index(bar)] = StepBar()
+        if self.folder is not None:  # where Lightning looks for checkpoints of its own on SLURM, too
+            more["default_root_dir"] = str(self.folder)
+        trainer = super().instantiate_trainer(callbacks=self._callbacks(trainer.callbacks or []), **more)
         devices, nodes, world = trainer.num_devices, trainer.num_nodes, trainer.world_size
         if self.until == "done" and world != devices * nodes:
             raise ValueError(
@@ -166,6 +167,16 @@ class Training(LightningCLI):
             )
         prepare(trainer.strategy)
         return trainer
+
+    def _callbacks(self, listed: list[Callback] | Callback) -> list[Callback]:
+        """Add those of every training to the ones that are listed, which may have one of their kinds."""
+        callbacks = listed if isinstance(listed, list) else [listed]
+        own = [self._get(self.config_init, name) for name in CALLBACKS]
+        has_bar = any(isinstance(each, ProgressBar) for each in callbacks)
+        if not has_bar and self.options.trainer.enable_progress_bar is not False:
+            own.append(StepBar())
+        kinds = {type(each) for each in callbacks}
+        return callbacks + [each for each in own if each is not None and type(each) not in kinds]
 
     # --- the run ---
 
@@ -182,11 +193,7 @@ class Training(LightningCLI):
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
-        options, numbered = self.options, getattr(self.trainer.logger, "_version", "") is None
-        folder = folder_of(self.trainer)
-        self.trainer._default_root_dir = str(folder)  # pyright: ignore[reportAttributeAccessIssue]  # not a stranger's
-        if options.ckpt_path == AUTO and numbered:
-            raise ValueError(f"ckpt_path is {AUTO}, but every training gets a new folder: give --name")
+        options, folder = self.options, folder_of(self.trainer)
         if options.ckpt_path == AUTO or (not options.ckpt_path and "SLURM_RESTART_COUNT" in os.environ):
             options.ckpt_path = str(folder / LAST) if (folder / LAST).is_file() else None
         if self.trainer.is_global_zero:
@@ -229,9 +236,9 @@ class _SaveConfig(SaveConfigCallback):
 
     def on_train_start(self, trainer, pl_module) -> None:
         self.config.ckpt_path = None
-        folder = str(trainer.log_dir)  # a broadcast, which all processes must join
+        folder = folder_of(trainer)
         if trainer.is_global_zero:  # atomically: the old one may be all that a training can resume with
-            with atomic(Path(folder) / self.config_filename) as path:
+            with atomic(folder / self.config_filename) as path:
                 path.write_text(self.parser.dump(self.config, skip_unset=False), encoding="utf-8")
 
 

@@ -29,7 +29,7 @@ from poss_lightning.configs import locate_configs
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
-from poss_lightning.training.run_folder import CHECKPOINTS, FINISHED, LAST, clear, has_outputs, only_training
+from poss_lightning.training.run_folder import AUTO, CHECKPOINTS, FINISHED, LAST, clear, has_outputs, only_training
 from poss_lightning.training.stopping import forwarded_signals
 
 OPTIONS = "fit.yaml"
@@ -102,15 +102,14 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
                 clear(folder)
             with atomic(note) as path:
                 path.write_text(settings)
-        place = {"save_dir": str(folder.parent), "name": folder.name, "version": ""}
-        more = {"trainer": {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}, "ckpt_path": "auto"}
+        more = {"name": folder.name, "trainer": {"default_root_dir": str(folder.parent)}, "ckpt_path": AUTO}
         if compose(*layers, more)["trainer"]["devices"] == 1:
             fit(*layers, more)
             gc.collect()  # trainer and module refer to each other, and a sweep's next training needs their memory
         else:
             _fit_apart(command_line(*layers, more))
         if not draft.is_dir():
-            raise ValueError(f"{folder} has no {draft.name}: DraftFolders must be among the callbacks")
+            raise ValueError(f"{folder} has no {draft.name}: drafts is null in the options of this training")
         finished.touch()
     remove(last.parent, *CHECKPOINTS)  # also where a kill came right after the mark
     return draft

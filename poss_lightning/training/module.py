@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Iterable
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 import lightning
@@ -38,8 +37,6 @@ from poss_lightning.training.start import (
 )
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, slot_counts, unrolled_losses
-
-REPLAY = "poss_lightning.evaluation.probe.Replay"  # by its name, as it is on a higher level
 
 
 class SpecialistTraining(lightning.LightningModule):
@@ -125,16 +122,10 @@ class SpecialistTraining(lightning.LightningModule):
     # --- setup ---
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        """`Replay`, which logs `val/tau_tree`, unless the trainer has one.
-
-        Raises:
-            ValueError: the trainer has what `check_trainer` refuses, before a callback has changed anything.
-        """
+        """Add none; raise ValueError for what `check_trainer` refuses, before a callback has changed anything."""
         if self.trainer.state.fn == "fit":
             check_trainer(self.trainer, self.hparams["optimizer"])
-        replay = resolve_name(REPLAY)
-        given = any(isinstance(callback, replay) for callback in self.trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
-        return [] if given else [replay()]
+        return []
 
     def setup(self, stage: str) -> None:
         """Cast embedding and head to the dtype of the computation.

@@ -18,39 +18,65 @@ from poss_lightning.work import Work
 LAST = Path("checkpoints", "last.ckpt")
 AUTO = "auto"  # of ckpt_path: the folder's last.ckpt, if there is one
 FINISHED = "finished"  # mark of `fit_once`
+TENSORBOARD = "lightning.pytorch.loggers.TensorBoardLogger"
+HERE, UNNAMED = ".", "lightning_logs"  # where it writes by default (conf/trainer/base.yaml)
 EVENTS = "events.out.tfevents.[0-9]*.*.[0-9]*"
 CHECKPOINTS = (LAST.name, "epoch=*-step=*.ckpt")  # as ours and Lightning's callbacks name them
 
 logger = logging.getLogger(__name__)
 
 
-def place_training(options: Any) -> None:
-    """Let loggers write into runs/NAME, or without a name into the folder of the checkpoint that a training resumes.
+def place_training(options: Any) -> Path | None:
+    """Return the folder of a training, if it is known before it begins, and let its loggers write there.
+
+    If there are loggers, the first becomes one that writes files, since its folder is that of Lightning's trainer.
+    Raises ValueError if `ckpt_path` is auto, but the folder would be a new one each time.
+    """
+    trainer = options.trainer
+    listed = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
+    loggers = [_tensorboard() if each in (None, True) else each for each in listed if each is not False]
+    files = [each for each in loggers if each.class_path.endswith(("TensorBoardLogger", "CSVLogger"))]
+    others = [each for each in loggers if each not in files]
+    is_new = bool(loggers) and (not files or files[0].init_args.version is None)  # each time
+    folder = _known_folder(options, is_new)
+    options.name = None  # config.yaml has it as the logger's
+    if folder is not None or (others and not files):
+        files = files or [_tensorboard()] * bool(others)
+        trainer.logger = [*files, *others] or False
+    for each in files:
+        if folder is not None:
+            each.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
+        elif each.init_args.save_dir == HERE:
+            each.init_args.save_dir = trainer.default_root_dir or HERE
+    for args in (each.init_args for each in others):
+        for name, default, place in (("save_dir", HERE, folder), ("name", UNNAMED, folder and folder.name)):
+            if name in args and place is not None:
+                args[name] = str(place)
+            elif args.get(name) == default:  # of the default logger
+                del args[name]
+    return folder
+
+
+def _known_folder(options: Any, is_new: bool) -> Path | None:
+    """Return runs/NAME; without a name the folder of the checkpoint that a training resumes, or of a job of SLURM.
 
     The config.yaml of a training that was moved or copied names the old folder, which may hold a different training.
     """
-    trainer, name, resumed = options.trainer, options.name, Path(os.path.abspath(options.ckpt_path or ""))
-    options.name = None  # config.yaml has it as the logger's
-    if name is None and resumed.parent.name != LAST.parent.name:
-        job = os.environ.get("SLURM_JOB_ID") if SLURMEnvironment.detect() else None
-        if not job or trainer.logger not in (None, True):
-            return
-        name = f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', 0)}"  # which a requeued job keeps
-    if trainer.logger in (None, True):
-        place = Namespace(save_dir=trainer.default_root_dir or "runs", version="")
-        trainer.logger = Namespace(class_path="lightning.pytorch.loggers.TensorBoardLogger", init_args=place)
-    folder = resumed.parents[1]
-    for each in trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]:
-        if not each and name is not None:
-            raise ValueError(f"name is {name!r}, but trainer.logger is {each}: a folder needs a logger")
-        if not each:
-            trainer.default_root_dir = str(folder)
-        elif name is not None:
-            each.init_args.name = name
-        elif each.class_path.endswith(("TensorBoardLogger", "CSVLogger")):
-            each.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
-        else:  # of every other logger `save_dir` is the folder
-            each.init_args.save_dir = str(folder)
+    name, resumed = options.name, Path(os.path.abspath(options.ckpt_path or ""))
+    job = os.environ.get("SLURM_JOB_ID") if SLURMEnvironment.detect() else None
+    if name is None and options.ckpt_path and resumed.parent.name == LAST.parent.name:
+        return resumed.parents[1]
+    if name is None and job and is_new:  # a requeued job keeps this one
+        name = f"slurm-{job}.{os.environ.get('SLURM_STEP_ID', 0)}"
+    if name is not None:
+        return Path(options.trainer.default_root_dir or "runs", name)
+    if options.ckpt_path == AUTO and is_new:
+        raise ValueError(f"ckpt_path is {AUTO}, but every training gets a new folder: give --name")
+    return None
+
+
+def _tensorboard() -> Namespace:
+    return Namespace(class_path=TENSORBOARD, init_args=Namespace(save_dir=HERE, name=UNNAMED, version=None))
 
 
 def folder_of(trainer: lightning.Trainer) -> Path:

@@ -163,7 +163,7 @@ def test_the_python_of_a_document_runs(document, desk, tiny_folder, target, tmp_
     write_store(tmp_path / "store", target, talks(), **SIZES)
     quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = functools.partial(lightning.Trainer, **quiet, enable_model_summary=False)
-    monkeypatch.setattr(lightning, "Trainer", lambda max_steps: trainer(max_steps=min(max_steps, 1)))
+    monkeypatch.setattr(lightning, "Trainer", lambda max_steps, **given: trainer(max_steps=min(max_steps, 1), **given))
     stand_ins = {"embedded": tiny_folder, "runs/eagle/draft-best": drafts[0], "embedded-hass": drafts[0]}
     stand_ins |= {"embedded-poss2": drafts[1], "runs/demo/features": "store", "runs/features": "store"}
     text = blocks(document.read_text(), "python")[0].text

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from poss_lightning import cli
+from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.module import SpecialistTraining
@@ -113,6 +114,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             default_root_dir=folder,
             callbacks=[
                 reductions,
+                Replay(),
                 DraftFolders(),
                 ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
             ],

@@ -5,6 +5,7 @@ import gc
 import shutil
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 import yaml
 
+from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.command import Training
 from poss_lightning.training.fit import command_line, fit, fit_once
 from poss_lightning.training.module import SpecialistTraining
 from poss_lightning.training.run_folder import FINISHED
-from tests.support.command import unchanged
+from tests.support.command import left, unchanged
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 
@@ -56,22 +58,9 @@ def test_a_training_and_its_validation_are_functions(store, tmp_path, monkeypatc
     assert "was trained on" in said and " of these 20 conversations" in said
 
 
-def test_csv_logger_gets_the_scalars(store, tmp_path):
-    """With all default callbacks; the rest of the folder is as with TensorBoard."""
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}
-    trainer = {"max_steps": 2, "log_every_n_steps": 1, "limit_val_batches": None, "logger": logger}
-    fit(CPU, cut(store, **trainer), {"model": {"allocation": [1, 1]}})
-    folder = tmp_path / "run"
-    with (folder / "metrics.csv").open() as file:
-        scalars = set(next(csv.reader(file)))
-    assert {"train/loss", "train/learning_rate", "val/loss", "val/tau_tree", "val_drift_l2/depth_2"} <= scalars
-    assert {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"} <= scalars
-    written = {path.name for path in folder.iterdir()}
-    assert written == {"metrics.csv", "hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
-
-
-def test_wandb_gets_the_scalars(store, tmp_path, monkeypatch):
-    """By its name alone, with a stand-in for the package."""
+@pytest.fixture
+def wandb(monkeypatch) -> dict:
+    """What is logged to a stand-in for the package."""
     run, logged = Mock(id="1"), {}
     run.log = logged.update
     parts = {"wandb": {"run": None, "init": lambda **_: run}, "wandb.sdk": {}}
@@ -79,9 +68,34 @@ def test_wandb_gets_the_scalars(store, tmp_path, monkeypatch):
     for name, members in parts.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
     monkeypatch.setattr("lightning.pytorch.loggers.wandb._WANDB_AVAILABLE", True)
+    return logged
+
+
+WRITTEN = {"hparams.yaml", "config.yaml", "checkpoints", "draft-best", "draft-last"}
+
+
+@pytest.mark.parametrize("logger", ["CSVLogger", "TensorBoardLogger", "WandbLogger"])
+def test_a_logger_by_its_name_gets_the_scalars_and_a_requeued_training_its_folder(
+    store, tmp_path, monkeypatch, wandb, logger
+):
+    """With all default callbacks."""
     monkeypatch.chdir(tmp_path)
-    fit(CPU, cut(store, logger="WandbLogger", log_every_n_steps=1, limit_val_batches=1, val_check_interval=1))
-    assert {"train/loss", "val/loss", "val/tau_tree", "val_drift_l2/depth_1", "trainer/global_step"} <= logged.keys()
+    steps = {"log_every_n_steps": 1, "limit_val_batches": 1, "val_check_interval": 1, "logger": logger}
+    for number in (1, 2):
+        again = {"name": "a", "ckpt_path": "auto", "trainer": {"max_steps": number}}
+        fit(CPU, cut(store, **steps), {"model": {"allocation": [1, 1]}}, again)
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"] and left(tmp_path / "runs")[0] == "a"
+    assert torch.load("runs/a/checkpoints/last.ckpt", weights_only=True)["global_step"] == 2
+    written = {path.name for path in Path("runs/a").iterdir() if "tfevents" not in path.name}
+    assert written == WRITTEN | ({"metrics.csv"} if logger == "CSVLogger" else set())
+    expected = {"train/loss", "train/learning_rate", "val/loss", "val/tau_tree", "val_drift_l2/depth_2"}
+    expected |= {"throughput/slots_per_second", "val_pos_acc_unroll/depth_1"}
+    if logger == "CSVLogger":
+        with Path("runs/a/metrics.csv").open() as file:
+            scalars = set(next(csv.reader(file)))
+    else:
+        scalars = {*wandb} if logger == "WandbLogger" else {*read_scalars("runs")["runs/a"]}
+    assert expected <= scalars
 
 
 @pytest.mark.parametrize("epochs", [1, -1])

@@ -11,6 +11,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import FSDPStrategy
 
+from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint
 from poss_lightning.training.checks import PRECISIONS, check_precision, check_trainer
@@ -115,7 +116,7 @@ def same(one, other) -> bool:
 
 def test_what_watches_or_might_end_a_training_changes_no_weight(store, tmp_path, plain, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    watching = [make() for make in CALLBACKS.values() if callable(make)]
+    watching = [Replay(), *(make() for make in CALLBACKS.values() if callable(make))]
     flags = {name: value for name, value in WATCH.items() if value is not None} | {"logger": CSVLogger(tmp_path)}
     weights, trainer = fit(store, tmp_path, watching, **flags)
     assert same(plain, weights) and trainer.global_step > 0
@@ -202,7 +203,7 @@ def warn_of_nothing(store, folder) -> None:
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         best = callbacks.ModelCheckpoint(folder / "best", monitor="val/tau_tree", mode="max")
-        _, trainer = fit(store, folder, [best], strategy="ddp", devices=2, enable_checkpointing=True)
+        _, trainer = fit(store, folder, [Replay(), best], strategy="ddp", devices=2, enable_checkpointing=True)
         trainer.test(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert not [str(each.message) for each in heard if "sync_dist" in str(each.message)]
     assert best.best_model_score >= 1

@@ -11,8 +11,9 @@ import yaml
 from poss_lightning.files import conf_names
 from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
+from poss_lightning.training.callbacks import LastCheckpoint
 from poss_lightning.training.command import Training
-from poss_lightning.training.fit import compose, fit, fit_once
+from poss_lightning.training.fit import command_line, compose, fit, fit_once
 from tests.support.command import run_in
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
@@ -33,6 +34,7 @@ VALUES = {
     "trainer.val_check_interval": ["${trainer.max_steps}", 5, 0.5],
     "trainer.logger": [None, False, TENSORBOARD, OTHER, CSV],
     "trainer.callbacks": [None, [CALLBACK], [PROBE, CALLBACK]],
+    "replay": [None, PROBE],
     "trainer.callbacks+": [[PROBE], CALLBACK],
     "trainer.devices": [1, 1, 1, 2, "auto"],
     "trainer.precision": ["auto", "bf16-mixed"],
@@ -92,9 +94,8 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, tr
         with pytest.raises(ValueError, match="has no draft-last"):
             fit_once(cell.folder, *cell.layers)
         cell_options = trained.pop()
-        logger = cell_options["trainer"].pop("logger")
-        assert logger["init_args"]["save_dir"] == str(cell.folder.parent) and logger["init_args"]["name"] == "seed=11"
-        del expected["trainer"]["logger"]
+        for options in (cell_options, expected):
+            del options["trainer"]["logger"], options["trainer"]["default_root_dir"]
         assert cell_options.pop("ckpt_path") == "auto" and expected.pop("ckpt_path") is None
         assert cell_options == expected
 
@@ -113,15 +114,57 @@ def test_options_that_a_config_may_not_have_are_named(tmp_path):
             compose({"model": {"allocation": [1]}}, options)
 
 
-def test_a_name_is_given_to_every_logger():
-    def named(logger):
-        return compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": logger}})["trainer"]["logger"]
+WANDB, MLFLOW = ({"class_path": f"lightning.pytorch.loggers.{name}Logger"} for name in ("Wandb", "MLFlow"))
 
-    own = named(None)["init_args"]
-    assert (own["save_dir"], own["name"], own["version"]) == ("runs", "a", "")
-    assert [logger["init_args"]["name"] for logger in [named(CSV), *named([CSV, OTHER])]] == ["a", "a", "a"]
-    with pytest.raises(ValueError, match=r"name is 'a', but trainer.logger is False: a folder needs a logger"):
-        compose("draft/hass.yaml", {"name": "a", "trainer": {"logger": False}})
+
+@pytest.mark.parametrize(
+    "logger",
+    [None, True, "CSVLogger", CSV, OTHER, "WandbLogger", [WANDB], [WANDB, OTHER], [CSV, MLFLOW], MLFLOW, False],
+)
+def test_a_name_gives_the_folder_whatever_the_logger(logger):
+    """Which is that of the first logger, as Lightning's trainer has it."""
+    options = {} if logger is None else {"trainer": {"logger": logger}}
+    trainer = compose("draft/hass.yaml", {"name": "a"}, options)["trainer"]
+    if logger is False:
+        assert trainer["logger"] is False
+        return
+    first, *others = trainer["logger"]
+    assert first["class_path"].endswith(("TensorBoardLogger", "CSVLogger"))
+    assert [first["init_args"][name] for name in ("save_dir", "name", "version")] == ["runs", "a", ""]
+    assert {each["init_args"]["save_dir"] for each in others} <= {"runs/a"}
+    assert {each["init_args"].get("name", "a") for each in others} == ({"a"} if others else set())
+    if logger == "CSVLogger":
+        assert not others and first["class_path"].endswith(logger)
+
+
+def test_without_a_name_every_training_gets_a_new_folder():
+    """No logger writes drafts into the current one."""
+    for logger in ("CSVLogger", "WandbLogger", [WANDB]):
+        given = compose("draft/hass.yaml", {"trainer": {"logger": logger}})["trainer"]["logger"]
+        first, *others = given if isinstance(given, list) else [given]
+        assert [first["init_args"][name] for name in ("save_dir", "name", "version")] == [".", "lightning_logs", None]
+        assert not {"save_dir", "name"} & {name for each in others for name in each["init_args"]}
+        with pytest.raises(ValueError, match="ckpt_path is auto, but every training gets a new folder: give --name"):
+            compose("draft/hass.yaml", {"trainer": {"logger": logger}, "ckpt_path": "auto"})
+
+
+def test_callbacks_of_a_user_replace_none_that_a_training_needs(store, tmp_path):
+    """But may be one of their kinds, in its place; and null leaves one out."""
+    stops = {"class_path": "EarlyStopping", "init_args": {"monitor": "val/tau_tree"}}
+    more = {"class_path": "poss_lightning.training.callbacks.LastCheckpoint", "init_args": {"every_n_train_steps": 7}}
+    base = {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}}
+    for listed, without, expected in (
+        (stops, {}, ["EarlyStopping", "Replay", "DraftFolders", "LastCheckpoint", "StepBar"]),
+        ([stops, more], {}, ["EarlyStopping", "LastCheckpoint", "Replay", "DraftFolders", "StepBar"]),
+        (None, {"replay": None, "checkpoint": None}, ["DraftFolders", "StepBar"]),
+    ):
+        options = base | without | {"trainer": {"callbacks": listed, "logger": False, "enable_checkpointing": True}}
+        trainer = Training("fit", command_line("trainer/cpu.yaml", options), until="built").trainer
+        names = [type(each).__name__ for each in trainer.callbacks]
+        ours = [name for name in names if name in {*expected, "Replay", "LastCheckpoint"}]
+        assert sorted(ours) == sorted(expected)
+        kept = [each.every for each in trainer.callbacks if isinstance(each, LastCheckpoint)]
+        assert kept == ([] if without else [7] if isinstance(listed, list) else [0])
 
 
 def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):

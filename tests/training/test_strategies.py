@@ -84,7 +84,7 @@ def command(out: Path, store: str, strategy: str, layer: str | dict) -> dict:
     trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
     trainer |= {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}
     options = {"data": {"store": store, "validation": 0.2}, "trainer": trainer}
-    often = "--trainer.callbacks.init_args.every_n_train_steps=1"  # of the last callback, which writes last.ckpt
+    often = "--checkpoint.init_args.every_n_train_steps=1"
     fit = [*command_line("draft/poss3.yaml", layer, options), often]
     return {"strategy": strategy, "fit": fit, "last": str(out / f"{strategy}.yaml" / "checkpoints" / "last.ckpt")}
 

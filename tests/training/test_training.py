@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.specialists import Specialists
+from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
@@ -106,7 +107,7 @@ def learns(folder, ratio: float) -> set[str]:
     ids=["eagle2", "eagle3", "block"],
 )
 def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn, tmp_path, options, steps, ratio):
-    learn(inner, steps, tmp_path, [Dashboard(), DraftFolders()], **options)
+    learn(inner, steps, tmp_path, [Replay(), Dashboard(), DraftFolders()], **options)
     names, drift = learns(tmp_path, ratio), {f"val_drift_cosine/depth_{k}" for k in range(1, 5)}
     assert not any("drift" in name or "feature" in name for name in names) if options else drift <= names
     target = tiny_target(num_hidden_layers=7)
