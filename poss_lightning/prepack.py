@@ -1,4 +1,7 @@
-"""Products with frozen weights on a CPU. oneDNN multiplies faster by a weight that it has laid out for itself once.
+"""Products with frozen weights on a CPU: faster by a layout that oneDNN makes once, and, if asked, `steady`.
+
+CPUs multiply one row, or few, in another order than many. A steady product gives a row the same bits whatever the number
+of rows beside it: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
 
 The weight stays as it is beside its layout, which takes as much memory again: the user's model, `generate` and files
 have the weight. `linear` is the naive twin.
@@ -10,41 +13,129 @@ from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 Product = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
-ROWS = 16  # of the products that the layout is best for: a tree's
-SMALLEST = 2**18  # entries of a weight: to call oneDNN takes 30 µs, ten times as long as `linear`
+TREE, STEP = 16, 1  # layouts, by the number of rows that oneDNN is told
+SMALLEST = 2**18  # entries of a float32 weight: to call oneDNN takes 30 µs, ten times as long as `linear`
+TRIED_ROWS, MANY_ROWS = (1, 2, 3, 15, 16, 31, 33, 37, 64), 128
+TRIED_COLUMNS = 4096  # of a product: more of them, as an LM head has, are more of the same work
+SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read the same input
 
 logger = logging.getLogger(__name__)
 
 
 class Prepacked:
-    """Multiplies by a frozen weight: x (..., K) -> x @ weight.T + bias (..., N). With gradients it is `linear`.
+    """Multiplies by a frozen weight, without gradients: x (..., K) -> x @ weight.T + bias (..., N).
 
     Args:
-        weight: (N, K) on a CPU; never changed afterwards.
+        weight: (N, K) on a CPU.
         bias: (N,)
+        layout: the number of rows that it is best for.
 
     Raises:
         AttributeError, RuntimeError: this torch or this CPU cannot, in the weight's dtype.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.weight, self.bias = weight, bias
-        self.layout = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, layout: int = TREE):
+        self.bias = bias
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), layout)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self.layout, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+
+class Steady:
+    """Multiplies by a frozen weight on a CPU so that the bits of a row do not depend on other rows, up to `MANY_ROWS`.
+
+    Arguments are those of `Prepacked`; without `pack`, as memory is short, it multiplies by the weight itself.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True):
+        layouts = (TREE, STEP) if pack and can_prepack(weight.dtype) else (None,)
+        shape = min(len(weight), TRIED_COLUMNS), weight.shape[1]
+        self.layout, self.fewest = steadiest(
+            *shape, weight.dtype, bias is not None, layouts, torch.get_num_threads()
+        )
+        self.product = _multiply(weight, bias, self.layout)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        count = x.shape[:-1].numel()
+        if count >= self.fewest:
+            return self.product(x)
+        return self.product(pad(x.flatten(0, -2), (0, 0, 0, self.fewest - count)))[:count].unflatten(0, x.shape[:-1])
+
+
+class Siblings:
+    """Multiplies by the weights of layers that read the same input in one product, when the first of them is called."""
+
+    def __init__(self, layers: list[nn.Linear]):
+        bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+        self.product = Steady(torch.cat([layer.weight.detach() for layer in layers]), bias)
+        self.sizes = [layer.out_features for layer in layers]
+        self.read, self.outputs = None, ()
+
+    def output(self, number: int, x: Tensor) -> Tensor:
+        """Return the output of one of the layers; the last one's call forgets the input."""
+        if x is not self.read:
+            self.read, self.outputs = x, self.product(x).split(self.sizes, dim=-1)
+        output = self.outputs[number]
+        if number == len(self.sizes) - 1:
+            self.read, self.outputs = None, ()
+        return output
 
 
 def product_with(weight: Tensor, bias: Tensor | None = None) -> Product:
-    """How to multiply by a frozen weight (N, K): `Prepacked` where that can be and pays, else `linear`."""
-    if weight.device.type == "cpu" and weight.numel() >= SMALLEST and can_prepack(weight.dtype):
-        return Prepacked(weight, bias)
-    return partial(linear, weight=weight, bias=bias)
+    """Choose how to multiply by a frozen weight (N, K): `Prepacked` where that can be and pays, else `linear`."""
+    packs = weight.device.type == "cpu" and _pays(weight) and can_prepack(weight.dtype)
+    return _multiply(weight, bias, TREE if packs else None)
+
+
+def prepack(module: nn.Module) -> None:
+    """Let every `nn.Linear` within `module` multiply by `product_with`; parameters and their names stay."""
+    for layer in _linears(module):
+        _set_product(layer, product_with(layer.weight, layer.bias))
+
+
+def make_steady(module: nn.Module, pack: bool) -> None:
+    """Let every `nn.Linear` within `module`, on a CPU, be `Steady`, `Siblings` together if there is memory to `pack`.
+
+    More than `MANY_ROWS`, as a text has, are multiplied as without this.
+    """
+    for parent in module.modules() if pack else ():
+        for names in SIBLINGS:
+            layers = [layer for layer in _linears(parent) if layer in [getattr(parent, name, None) for name in names]]
+            if len(layers) == len(names) and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
+                siblings = Siblings(layers)
+                for number, layer in enumerate(layers):
+                    _set_product(layer, partial(siblings.output, number), siblings.product.layout)
+    for layer in _linears(module):
+        product = Steady(layer.weight, layer.bias, pack)
+        _set_product(layer, product, product.layout)
+
+
+def _set_product(layer: nn.Linear, product: Product, layout: int | None = TREE) -> None:
+    for_many = layout == TREE and _pays(layer.weight)
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or (not for_many and x.shape[:-1].numel() > MANY_ROWS):
+            return linear(x, layer.weight, layer.bias)
+        return product(x)
+
+    layer.forward = forward
+
+
+def _linears(module: nn.Module) -> list[nn.Linear]:
+    """Return the plain linear layers; not those whose `forward` is set already, as accelerate's hooks do."""
+    return [layer for layer in module.modules() if type(layer) is nn.Linear and "forward" not in vars(layer)]
+
+
+def _pays(weight: Tensor) -> bool:
+    return weight.dtype != torch.float32 or weight.numel() >= SMALLEST
+
+
+def _multiply(weight: Tensor, bias: Tensor | None, layout: int | None) -> Product:
+    return partial(linear, weight=weight, bias=bias) if layout is None else Prepacked(weight, bias, layout)
 
 
 @cache
@@ -59,8 +150,26 @@ def can_prepack(dtype: torch.dtype) -> bool:
     return True
 
 
-def prepack(module: nn.Module) -> None:
-    """Let every `nn.Linear` within `module` multiply by `product_with`; parameters and their names stay."""
-    for layer in module.modules():
-        if type(layer) is nn.Linear and "forward" not in vars(layer):  # as accelerate's hooks set it
-            layer.forward = product_with(layer.weight, layer.bias)  # pyright: ignore[reportAttributeAccessIssue]
+@cache
+def steadiest(
+    rows: int, columns: int, dtype: torch.dtype, biased: bool, layouts: tuple[int | None, ...], threads: int
+) -> tuple[int | None, int]:
+    """Choose the layout with which the fewest rows have the bits that they have among many; and from how many on.
+
+    What is multiplied cancels, so a result is the error of its sum, which shows the order of the sum.
+    """
+    numbers, half = torch.Generator().manual_seed(0), columns // 2
+    place = torch.randperm(2 * half, generator=numbers)
+    weight = torch.randn(rows, half, generator=numbers).to(dtype).repeat(1, 2)[:, place]
+    x = torch.randn(MANY_ROWS, half, generator=numbers).to(dtype)
+    x = torch.cat([x, -x], dim=1)[:, place]
+    weight, x = (pad(each, (0, columns % 2)).contiguous() for each in (weight, x))
+    bias, fewest = torch.zeros(rows, dtype=dtype) if biased else None, {}
+    with torch.no_grad():
+        for layout in layouts:
+            product = _multiply(weight, bias, layout)
+            many = product(x)
+            differ = [n for n in TRIED_ROWS if not product(x[:n]).equal(many[:n])]
+            fewest[layout] = next(n for n in (*TRIED_ROWS, MANY_ROWS) if n > max(differ, default=0))
+    best = min(fewest, key=lambda layout: fewest[layout])
+    return best, fewest[best]

@@ -27,6 +27,7 @@ from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.prepack import prepack
 from poss_lightning.sampling import Noise, TokenSampler
+from poss_lightning.target.by_position import TAIL
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -75,6 +76,12 @@ class Speculative(Decoder):
         if tree == "auto" and target.device.type == "cpu":
             plan = replace(plan, tree_width=min(plan.tree_width, CPU_WIDTH))
         self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
+        self.exact = target.exact and plan.reach < TAIL
+        if target.exact and not self.exact:
+            logger.warning(
+                "paths of %d tokens may differ from plain decoding where rounding breaks a tie; up to %d are exact",
+                plan.reach, TAIL - 1,
+            )
         self.lookup = Lookup(plan.lookup)
         self.matches: dict[int, int] = {}  # tokens that matched in the next lookup, by prompt
         self.auto = AutoPlans(plan, target.device) if tree == "auto" else None
@@ -181,7 +188,7 @@ class Speculative(Decoder):
             looked_up = (lookup.found.clone(), lookup.next.clone()) if self.plan.lookup else ()
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
-            draft_input, logits = self._verify(tree, ancestors)
+            draft_input, logits = self._verify(tree, ancestors)  # (B, N, R), (B, N, V)
         with part("commit"):
             choice = self._choose(tree, ancestors, logits, noise.first(depth + 1))
             verdict = judge(tree, ancestors, choice, depth)
@@ -190,10 +197,8 @@ class Speculative(Decoder):
         return Round(tree, ancestors, verdict, candidates, plan.lookup, *looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the draft's input (B, N, R) and the target's logits (B, N, V) after each node."""
-        layers = self.drafter.layers
-        features, draft_input = self.target.forward_tree(tree.tokens, ancestors, self.cache, layers)
-        return draft_input, self.target.logits(features)
+        """Return the draft's input and the target's logits after each node."""
+        return self.target.verify(tree.tokens, ancestors, self.cache, self.drafter.layers, self.exact)
 
     def _noise(self, depth: int) -> Noise:
         """Return the noise of the next `depth` + 1 places."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.machine import memory_bytes
-from poss_lightning.prepack import prepack
+from poss_lightning.prepack import make_steady, prepack
 from poss_lightning.target.grouped_attention import GROUPED
 from poss_lightning.target.masks import FULL
 from poss_lightning.target.spec import EmbedHead, TargetSpec
@@ -38,10 +38,10 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
     return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
-def decoding_copy(model: PreTrainedModel) -> Any:
+def decoding_copy(model: PreTrainedModel, steady: bool) -> Any:
     """Copy a model without its head for decoding: in eval mode, with the same parameters and buffers.
 
-    Its heads attend in groups, its products are prepacked. "Dynamic" rotary angles are fixed: within a target's context
+    Its heads attend in groups, its products are prepacked, and `steady` if asked. "Dynamic" rotary angles are fixed: within a target's context
     they never change, but their code asks the device whether they should, which a CUDA graph cannot.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -53,8 +53,11 @@ def decoding_copy(model: PreTrainedModel) -> Any:
     for module in copied.modules():
         if hasattr(module, "rope_type"):
             module.rope_type = _without_dynamic(module.rope_type)
-    if 3 * sum(weight.nbytes for weight in model.parameters()) < (memory_bytes() or 0):
-        prepack(copied)  # a layout takes as much memory again
+    has_room = 3 * sum(weight.nbytes for weight in model.parameters()) < (memory_bytes() or 0)  # for a layout of each
+    if steady:
+        make_steady(copied, has_room)
+    elif has_room:
+        prepack(copied)
     return copied
 
 

@@ -192,9 +192,9 @@ class PlainLoop:
 
         def forward(part: Timer) -> None:
             with part("verify"):
-                last = target.tree_features(tokens[:, None], self.alone, self.cache)[:, 0]
+                _, logits = target.verify(tokens[:, None], self.alone, self.cache)
                 slots.advance_device(1)
-                tokens.copy_(self.sampler.next(target.logits(last), slots.lengths))
+                tokens.copy_(self.sampler.next(logits[:, 0], slots.lengths))
 
         key = (slots.extent_for(1), self.sampler.kind)
         self.graphs.run(key, forward, [slots.lengths, tokens, self.sampler.in_text], clock)

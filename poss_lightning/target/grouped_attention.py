@@ -4,6 +4,9 @@ On CUDA only the slowest kernel takes both a mask and shared heads, so transform
 head, in every layer and round. Here the queries of a group stand side by side instead, as more nodes of one head.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 GROUPED = "poss_grouped"
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # queries, keys, values, mask, scale
 NODES = 128  # more queries than that are a text, whose mask would grow more than keys and values
 
 
@@ -32,10 +36,25 @@ def grouped_attention(
     return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
+_IN_USE: ContextVar[Attention | None] = ContextVar("attention", default=None)
+
+
+@contextmanager
+def attending_by(attention: Attention | None) -> Iterator[None]:
+    """Let the modules that are called in the block attend by this function; None for `grouped_attention`."""
+    token = _IN_USE.set(attention)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers' modules ask: (B, H, n, d) to (B, kv heads, S, d) -> (B, n, H, d)."""
+    if (attention := _IN_USE.get()) is not None and attention_mask is not None:
+        return attention(query, key, value, attention_mask, options.get("scaling")), None
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
         mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]

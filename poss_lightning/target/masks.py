@@ -20,6 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 Windows = dict[str, int | None]  # tokens that each kind of layer sees, itself included; None for all
+Masks = Tensor | dict[str, Tensor]  # what a model's `attention_mask` takes: of all layers, or of each kind
 
 
 def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
@@ -38,8 +39,8 @@ def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
 
 def layer_masks(
     windows: Windows, visible: Tensor, positions: Tensor, lengths: Tensor, dtype: torch.dtype, copies: int
-) -> Tensor | dict[str, Tensor]:
-    """Make what `attention_mask` takes: one mask, or one per kind of layer if there are several.
+) -> Masks:
+    """Make one mask, or one per kind of layer if there are several.
 
     They are added to the scores. As bools, torch would turn them into such numbers in every layer.
 

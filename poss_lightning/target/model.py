@@ -1,7 +1,8 @@
 """The frozen target: any causal LM of transformers, used as features and a head."""
 
+import logging
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -14,17 +15,20 @@ from transformers.cache_utils import Cache
 
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.prepack import product_with
+from poss_lightning.prepack import Steady, product_with
 from poss_lightning.target import embedded
+from poss_lightning.target.by_position import ByPosition
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
-from poss_lightning.target.grouped_attention import GROUPED, mask_copies
+from poss_lightning.target.grouped_attention import GROUPED, attending_by, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model, reason
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables, token_ids
 from poss_lightning.terminal import announced
+
+logger = logging.getLogger(__name__)
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
 #        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
@@ -49,9 +53,11 @@ class Target(nn.Module):
         tokenizer: a fast one, with a chat template.
         name: for messages and files.
         chat_template_kwargs: variables of the chat template.
+        exact: compute a drafted token's logits with the bits of plain decoding, so that both write the same text in any
+            dtype; None does so on a CPU where a trial agrees, and logs why elsewhere not.
 
     Raises:
-        ValueError: the model is not supported; the message says why.
+        ValueError: the model is not supported, or not exact where that was asked; the message says why.
     """
 
     def __init__(
@@ -60,8 +66,10 @@ class Target(nn.Module):
         tokenizer: PreTrainedTokenizerFast,
         name: str,
         chat_template_kwargs: Variables | None = None,
+        exact: bool | None = None,
     ):
         super().__init__()
+        self._asked_exact = exact
         self.model, self.tokenizer = model, tokenizer
         self.chat = Chat(tokenizer, getattr(model, "generation_config", None), chat_template_kwargs)
         # transformers has warned of the longer name since 5.24, and accepts it until 5.40.
@@ -77,6 +85,7 @@ class Target(nn.Module):
             self._find_parts()
             self.windows = layer_windows(self.config, self.spec.context)
             self._check()
+            self.by_position = self._find_by_position()
         except Exception as error:  # whatever its code, or the device, raises
             raise ValueError(explain_failure(name, error, type(model).__name__)) from error
 
@@ -89,6 +98,7 @@ class Target(nn.Module):
         parallel: Parallel = "none",
         spared: int | None = None,
         chat_template_kwargs: Variables | None = None,
+        exact: bool | None = None,
     ) -> "Target":
         """Load a target.
 
@@ -100,6 +110,7 @@ class Target(nn.Module):
             parallel: "none" for one device; "layers" to spread its layers over all GPUs.
             spared: with "layers", number of a GPU that gets none.
             chat_template_kwargs: variables of the chat template, as {"enable_thinking": False}.
+            exact: see `Target`.
 
         Raises:
             FileNotFoundError: no such folder or hub id, or the embedded target's package is missing.
@@ -114,7 +125,7 @@ class Target(nn.Module):
         with announced(f"loading target {name}"):
             model, tokenizer, as_saved = load_model(name, folder, config, dtype, device, placed)
         with announced(f"checking target {name}"):
-            target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs)
+            target = cls(model.requires_grad_(False), tokenizer, name, chat_template_kwargs, exact)
         if as_saved:
             target.spec = replace(target.spec, fingerprint=as_saved)
         if target.device.type == "cuda" and placed:
@@ -125,13 +136,15 @@ class Target(nn.Module):
         """Take a model on one device to another, without a second embedding and head: they stay the model's own."""
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self._find_parts()
+        self.by_position = self._find_by_position()
 
     def _find_parts(self) -> None:
         """Find the model's embedding and head, copy the rest for decoding; and where a layer keeps keys and values."""
-        self.embed_head = embed_head_of(self.model, self.spec)
-        self.backbone = decoding_copy(self.model)
+        self.embed_head, self.by_position = embed_head_of(self.model, self.spec), None
+        steady = self.device.type == "cpu" and self._asked_exact is not False
+        self.backbone = decoding_copy(self.model, steady)
         self.config = self.backbone.config.get_text_config()
-        self._head_product = product_with(self.embed_head.head)
+        self._head_product = (Steady if steady else product_with)(self.embed_head.head)
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         self.layer_devices = [self.device] * self.config.num_hidden_layers
@@ -165,6 +178,8 @@ class Target(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Allocate an empty cache of `batch` rows and `capacity` slots."""
+        if self.by_position:
+            capacity = self.by_position.shapes.round_extent(capacity)
         sizes: dict[str, Any] = {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim, "dtype": self.dtype}
         return TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
 
@@ -184,31 +199,62 @@ class Target(nn.Module):
 
     # --- trees, after a cache ---
 
-    def tree_features(self, tokens: Tensor, ancestors: Tensor, cache: TreeCache) -> Tensor:
+    @property
+    def exact(self) -> bool:
+        """Whether a drafted token's logits have the bits of plain decoding."""
+        return self.by_position is not None
+
+    def verify(
+        self,
+        tokens: Tensor,
+        ancestors: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...] = (),
+        exact: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Return a draft's input (B, n, R) and the logits (B, n, V) after each node of a tree, or after one token.
+
+        Args:
+            tokens, ancestors, cache, layers: see `forward_tree`.
+            exact: with the bits of plain decoding, if the target can; paths have at most `by_position.TAIL` nodes.
+        """
+        features, draft_input = self.forward_tree(tokens, ancestors, cache, layers, exact)
+        return draft_input, self.logits(features)
+
+    def forward_tree(
+        self,
+        tokens: Tensor,
+        ancestors: Tensor,
+        cache: TreeCache,
+        layers: tuple[int, ...] = (),
+        exact: bool = False,
+    ) -> tuple[Tensor, Tensor]:
         """Compute features (B, n, D) after each of n tokens, which form a tree after the cache's verified slots.
 
         Args:
             tokens: (B, n)
             ancestors: (B or 1, n, n) bool, True where token i sees token j of this call; itself included.
             cache: is written to, but nothing counts as verified until `append` or `keep_path`.
-        """
-        return self.forward_tree(tokens, ancestors, cache)[0]
+            layers: whose outputs a draft reads, side by side.
+            exact: see `verify`.
 
-    def forward_tree(
-        self, tokens: Tensor, ancestors: Tensor, cache: TreeCache, layers: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor]:
-        """Return `tree_features`, and a draft's input: the same, or these layers' outputs side by side, (B, n, R)."""
+        Returns:
+            The features, and a draft's input: the same, or the outputs of `layers` (B, n, R).
+        """
         slots = cache.slots
         slots.open(tokens.shape[1])
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
-        positions = positions.clamp(max=self.spec.context - 1)
+        angles = positions.clamp(max=self.spec.context - 1)
         # Once for all layers, where they lie on one device and have the same heads; others repeat it for themselves.
         copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
-        visible = slots.tree_mask(ancestors)
-        mask = layer_masks(self.windows, visible, positions, slots.lengths, self.dtype, copies)
-        with self._kept(layers) as inner:
-            output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=positions)
+        if exact and self.by_position:
+            mask, attention = self.by_position.read(ancestors, positions, slots, copies)
+        else:
+            visible = slots.tree_mask(ancestors)
+            mask, attention = layer_masks(self.windows, visible, angles, slots.lengths, self.dtype, copies), None
+        with self._kept(layers) as inner, attending_by(attention) if attention else nullcontext():
+            output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=angles)
         features = output.last_hidden_state.to(self.device)
         return features, torch.cat([inner[i] for i in layers], dim=-1) if layers else features
 
@@ -305,13 +351,58 @@ class Target(nn.Module):
         text, nodes = tokens.split([8, 5], dim=1)
         cache = self.new_cache(1, 13)
         with reason("its attention does not take a tree's mask and cache"):  # keys of other sizes, a mask of 2 axes
-            before = self.tree_features(text, causal_ancestors(8, self.device), cache)  # (1, 8, D)
+            before, _ = self.forward_tree(text, causal_ancestors(8, self.device), cache)  # (1, 8, D)
             cache.append([8])
-            tree = self.tree_features(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
+            tree, _ = self.forward_tree(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
         paths = torch.tensor(PATHS, device=self.device)
         plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)
         ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1)
         self._check_near(ours, plain, f"its features behind a cache and a tree's mask{suffix}")
+
+    @torch.inference_mode()
+    def _find_by_position(self) -> ByPosition | None:
+        """Return how to attend by position if a trial gives plain decoding's bits; None, and a line of the log, if not.
+
+        Raises:
+            NotImplementedError: it does not, and was asked for.
+        """
+        if self._asked_exact is False or (self._asked_exact is None and self.device.type != "cpu"):
+            return None
+        try:
+            if self.device.type != "cpu" or self.config._attn_implementation != GROUPED:
+                where = self.config._attn_implementation if self.device.type == "cpu" else self.device.type
+                raise NotImplementedError(f"it attends by {where}")
+            self.by_position = ByPosition(self.windows, self.dtype, self.spec.head_dim)
+            self._check_bits()
+        except NotImplementedError as error:
+            self.by_position = None
+            if self._asked_exact:
+                raise NotImplementedError(f"exact is true, but {error}") from error
+            logger.info("drafted tokens of %s may differ where rounding breaks a tie: %s", self.spec.name, error)
+        return self.by_position
+
+    def _check_bits(self) -> None:
+        """Raise NotImplementedError unless a path of a tree has the bits of plain steps: node i below (i - 1) // 2."""
+        count, path = 63, [0, 2, 5, 12, 26, 54]
+        ancestors = torch.eye(count, dtype=torch.bool, device=self.device)
+        for node in range(1, count):
+            ancestors[node] |= ancestors[(node - 1) // 2]
+        tokens = (torch.arange(24 + count, device=self.device) * 7 % self.spec.vocab_size)[None]
+        text, nodes = tokens.split([24, count], dim=1)
+
+        def read_text() -> TreeCache:
+            cache = self.new_cache(1, 24 + count)
+            self.forward_tree(text, causal_ancestors(24, self.device), cache)
+            cache.append([24])
+            return cache
+
+        _, expected = self.verify(nodes, ancestors[None], read_text())
+        cache = read_text()
+        for node in path:
+            _, logits = self.verify(nodes[:, node : node + 1], causal_ancestors(1, self.device), cache)
+            cache.append([1])
+            if not logits[0, 0].equal(expected[0, node]):
+                raise NotImplementedError("the bits of a tree's node depend on the other nodes")
 
     def _check_near(self, ours: Tensor, plain: Tensor, what: str) -> None:
         distance = (ours.float() - plain.float()).norm() / plain.float().norm()

@@ -51,7 +51,7 @@ def read_trees(target: Target, prompts: list[list[int]], read=None):
     tokens, parents = zip(*(random_tree(seed, 30, vocabulary=300) for seed in range(len(prompts))), strict=True)
     above = [naive.ancestor_mask(each) for each in parents]
     cache = prefill(target, prompts, 30)[0]
-    features = (read or target.tree_features)(torch.tensor(tokens), torch.tensor(above), cache)
+    features = (read or target.forward_tree)(torch.tensor(tokens), torch.tensor(above), cache)[0]
     return zip(tokens, above, features, strict=True)
 
 
@@ -135,7 +135,7 @@ def test_a_tree_never_synchronises(name):
     """A line that needs a value would break the compiled graph."""
     target, prompts = family(name), [[5, 6, 7, 8, 9], [3, 4]]
     expected = [features for *_, features in read_trees(target, prompts)]
-    whole = torch.compile(target.tree_features, fullgraph=True, backend="eager")
+    whole = torch.compile(target.forward_tree, fullgraph=True, backend="eager")
     assert close([features for *_, features in read_trees(target, prompts, whole)], expected, sums=3 * LAYER)
 
 

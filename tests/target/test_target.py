@@ -59,7 +59,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, mo
     cache, draft_input, last = prefill(target, prompts, 4, layers=layers)
     assert max(sizes) <= max(1, min(block, most // 3)) and sum(sizes) == 7
     assert cache.slots.host_lengths == cache.slots.lengths.tolist() == [7, 2, 3]
-    following = target.tree_features(torch.tensor([[4, 5]] * 3), causal_ancestors(2, target.device), cache)
+    following = target.forward_tree(torch.tensor([[4, 5]] * 3), causal_ancestors(2, target.device), cache)[0]
     for row, prompt in enumerate(prompts):
         (features,), (inner,) = target.text_layers(torch.tensor([[*prompt, 4, 5]]), layers)  # (T + 2, D), (T + 2, n, D)
         read, after = features.split([len(prompt), 2])
@@ -86,7 +86,7 @@ def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
 def test_a_full_cache_says_so(target):
     cache = target.new_cache(1, 4)
     with pytest.raises(ValueError, match="4 slots per row, and 5 are needed"):
-        target.tree_features(torch.tensor([[1, 2, 3, 4, 5]]), causal_ancestors(5, target.device), cache)
+        target.forward_tree(torch.tensor([[1, 2, 3, 4, 5]]), causal_ancestors(5, target.device), cache)[0]
 
 
 def test_the_fingerprint_sees_every_row_of_every_parameter():

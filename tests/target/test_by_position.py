@@ -1,0 +1,206 @@
+"""Exact decoding: a node of any tree has the bits of a plain step at its place, in products, attention and texts."""
+
+import logging
+from itertools import product
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from poss_lightning import prepack
+from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.target import by_position, model
+from poss_lightning.target.by_position import TAIL, ByPosition, find_tails
+from poss_lightning.target.cache import Slots
+from poss_lightning.target.model import Target
+from tests.support import naive
+from tests.support.decoders import PROMPTS, drawn, plant, speculate
+from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.trees import random_tree
+
+DTYPES = torch.float32, torch.bfloat16
+HEADS = (4, 2, 8), (9, 3, 64), (4, 4, 16), (8, 1, 128)  # query heads, key heads, width
+LENGTHS = [1, 40], [255, 17], [511, 300], [700, 64]  # of two texts side by side
+PATHS = {"depth": 4, "nodes": 12, "tree_width": 3}
+
+
+def tree_above(seed: int, nodes: int = 30) -> list[list[bool]]:
+    return naive.ancestor_mask(random_tree(seed, nodes, vocabulary=300)[1])
+
+
+def test_the_gathered_tails_are_the_drawing():
+    lines = by_position.__doc__.split("slot  ")[1].splitlines()
+    slots = [None if name == "|" else name for name in lines[0].split()]
+    names = [name for name in slots if name]
+    ancestors = torch.tensor([naive.ancestor_mask([0, 0, 0, 1])])
+    found = find_tails(ancestors, torch.tensor([6]), tail=4)[0]
+    drawn_tails = [line.split("gathers")[1].split() for line in lines[1:]]
+    assert [[names[slot] for slot in row] for row in found.tolist()] == drawn_tails
+
+
+def attend(queries, keys, values, ancestors, lengths, window=None):
+    """By position: (B, H, n, d), (B, kv, S, d) twice, (B, n, n), (B,) -> (B, n, H, d)."""
+    slots = Slots(len(lengths), keys.shape[2], torch.device("cpu"))
+    slots.lengths.copy_(torch.tensor(lengths))
+    slots.host_lengths = lengths
+    positions = slots.lengths[:, None] + ancestors.sum(-1) - 1
+    reader = ByPosition({"full": window}, queries.dtype, queries.shape[-1])
+    mask, attention = reader.read(ancestors, positions, slots, queries.shape[1] // keys.shape[1])
+    return attention(queries, keys, values, mask, None)
+
+
+def inputs(heads, lengths, dtype, nodes=30):
+    """Queries, keys and values, and the trees' ancestors; slots beyond a tree hold what an earlier one left."""
+    queries, shared, width = heads
+    torch.manual_seed(0)
+    query = torch.randn(2, nodes, queries, width).to(dtype).transpose(1, 2)
+    store = torch.randn(2, 2, 1024, shared, width).to(dtype)
+    return query, *store.transpose(2, 3), torch.tensor([tree_above(seed, nodes) for seed in range(2)])
+
+
+CASES = [(*case, window) for case, window in zip(product(DTYPES, HEADS, LENGTHS), [None, 20] * 16, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "heads", "lengths", "window"), CASES, ids=str)
+def test_a_node_attends_as_a_plain_step_bit_for_bit_and_as_defined(dtype, heads, lengths, window):
+    queries, keys, values, ancestors = inputs(heads, lengths, dtype)
+    found = attend(queries, keys, values, ancestors, lengths, window)
+    for row, node in product(range(2), (0, 3, 11, 29)):
+        path = ancestors[row, node].nonzero()[:, 0]
+        place = lengths[row] + len(path) - 1
+        in_order = torch.arange(1024)
+        in_order[lengths[row] : place + 1] = lengths[row] + path
+        step = [x[row : row + 1, :, in_order] for x in (keys, values)]
+        plain = attend(queries[row : row + 1, :, node : node + 1], *step, torch.ones(1, 1, 1) > 0, [place], window)
+        assert torch.equal(plain[0, 0], found[row, node])
+        seen = slice(max(0, place + 1 - window) if window else 0, place + 1)
+        k, v = (x[0, :, seen].double().transpose(0, 1) for x in step)  # (S, kv, d)
+        defined = naive.attention(queries[row, :, node].double(), list(k), list(v))
+        unit = torch.finfo(dtype).eps
+        assert (found[row, node].double() - defined).abs().max() <= 4 * unit * v.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(48, 32), (192, 576), (576, 1536), (47, 25)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_row_of_a_steady_product_has_the_same_bits_among_any_number_of_rows(dtype, shape, biased):
+    torch.manual_seed(0)
+    weight, x = torch.randn(shape).to(dtype), torch.randn(100, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype) if biased else None
+    with torch.no_grad():
+        for pack in (True, False):
+            steady = prepack.Steady(weight, bias, pack)
+            many = steady(x)
+            exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
+            assert (many.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max() * 4
+            assert all(steady(x[:rows]).equal(many[:rows]) for rows in (1, 2, 3, 7, 30, 34, 60, 64))
+            assert steady(x[None, None, :1]).shape == (1, 1, 1, shape[0])
+
+
+def verified(target: Target, monkeypatch) -> list[dict[tuple[int, ...], torch.Tensor]]:
+    """Record features and logits of every node by the text up to it: for the first decoder, then for the second."""
+    seen, forward = [{}], target.verify
+
+    def verify(tokens, ancestors, cache, *rest):
+        draft_input, logits = forward(tokens, ancestors, cache, *rest)
+        for row, length in enumerate(cache.slots.host_lengths):
+            for node, above in enumerate(ancestors.expand(len(tokens), -1, -1)[row]):
+                text = (row, length, *tokens[row, above].tolist())
+                seen[-1][text] = torch.cat([draft_input[row, node], logits[row, node]])
+        return draft_input, logits
+
+    monkeypatch.setattr(target, "verify", verify)
+    return seen
+
+
+def of_dtype(dtype, layers=2, **changes) -> Target:
+    model = tiny_model(num_hidden_layers=layers, intermediate_size=64, hidden_size=64, **changes).to(dtype)
+    return Target(model, tiny_tokenizer(), "tiny", exact=True)
+
+
+DRAFTS = [
+    (2, [2, 2], {}, {}),
+    (2, [2, 2], {}, {"lookup": 6}),
+    (2, [4], {}, {"tree": "auto", "lookup": 4}),
+    (7, [4], {"kind": "block", "block_layers": 2}, {}),
+    (7, [4], {"kind": "eagle3", "vocabulary": torch.arange(0, 320, 3), "detach": False}, {"tree_width": 1, "nodes": 5}),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7), Sampling(1.0, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(("layers", "allocation", "config", "options"), DRAFTS, ids=str)
+def test_texts_are_plain_decoding_s_in_any_dtype(dtype, sampling, layers, allocation, config, options):
+    target = of_dtype(dtype, layers)
+    expected = drawn(Autoregressive(target), sampling, 0, limit=40, stops=frozenset())
+    engine = speculate(target, tiny_draft(target, allocation, **config), **PATHS | options)
+    plant(engine, expected, wrong_every=3)
+    assert engine.exact and drawn(engine, sampling, 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accepted_nodes_have_the_features_and_logits_of_plain_steps_bit_for_bit(dtype, monkeypatch):
+    """And not without one of both rules: products that ignore other rows, keys in the order of positions."""
+    prompts = [[7] * 30]
+    for rule in ("both", "products", "positions"):
+        with monkeypatch.context() as patch:
+            if rule == "products":
+                patch.setattr(model, "Steady", prepack.product_with)
+                patch.setattr("poss_lightning.target.describe.make_steady", lambda copied, pack: None)
+            patch.setattr(Target, "_check_bits", lambda self: None)
+            target = of_dtype(dtype)
+            if rule == "positions":
+                target.by_position = None
+            truth = drawn(Autoregressive(target), GREEDY, 0, prompts, 60, frozenset())
+            texts = []
+            for decoder in (Autoregressive(target), speculate(target, tiny_draft(target, [4]), **PATHS)):
+                with monkeypatch.context() as inner:
+                    seen = verified(target, inner)
+                    if decoder.__class__ is not Autoregressive:
+                        plant(decoder, truth, prompts, wrong_every=2)
+                    decoder.decode(prompts, 50, frozenset())
+                    texts.append(by_text(seen[0], prompts[0], truth[0]))
+            plain, ours = texts
+            assert len(ours) > 30
+            same = [plain[place].equal(found) for place, found in ours.items() if place in plain]
+            assert all(same) if rule == "both" else not all(same)
+
+
+def by_text(seen, prompt, truth) -> dict[int, torch.Tensor]:
+    """What was computed at each place of the text, of nodes that follow it."""
+    text, found = [*prompt, *truth], {}
+    for (_, length, *path), value in seen.items():
+        if text[length : length + len(path)] == path:
+            found[length + len(path)] = value
+    return found
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "qwen3", "mistral", "llama, yarn"])
+def test_families_are_exact_or_say_why_not(name, caplog):
+    from tests.target.test_families import family
+
+    with caplog.at_level(logging.INFO, logger="poss_lightning"):
+        target = family(name, intermediate_size=64)
+    said = [record.getMessage() for record in caplog.records if "breaks a tie" in record.getMessage()]
+    assert target.exact == (name != "gemma2") and len(said) == (name == "gemma2")
+    if target.exact:
+        expected = drawn(Autoregressive(target), Sampling(1.0), 0, limit=40, stops=frozenset())
+        engine = speculate(target, tiny_draft(target, [3]), 3, 12, 4)
+        plant(engine, expected, wrong_every=3)
+        assert drawn(engine, Sampling(1.0), 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
+
+
+def test_paths_too_long_for_the_tail_are_said_not_to_be_exact(target, caplog):
+    with caplog.at_level(logging.WARNING, logger="poss_lightning"):
+        engine = speculate(target, tiny_draft(target, [4]), lookup=TAIL)
+    assert not engine.exact and "16" in caplog.text
+    assert speculate(target, tiny_draft(target, [4]), lookup=TAIL - 1).exact == target.exact
+
+
+def test_a_target_that_is_not_exact_is_refused_where_that_was_asked():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="exact is true, but it attends by eager"):
+        Target(model, tiny_tokenizer(), "tiny", exact=True)
+    assert not Target(model, tiny_tokenizer(), "tiny").exact
