@@ -29,7 +29,9 @@ TREES = {
 }
 
 
-def answers(decoder: Decoder, prompts: list[list[int]], tokens: int, temperature: float) -> tuple[list[list[int]], float]:
+def answers(
+    decoder: Decoder, prompts: list[list[int]], tokens: int, temperature: float
+) -> tuple[list[list[int]], float]:
     """Decode each prompt alone: the answers, and the seconds of all."""
     found, began = [], time.perf_counter()
     for seed, prompt in enumerate(prompts):

@@ -1,14 +1,15 @@
 """Products with frozen weights on a CPU: faster by a layout that oneDNN makes once, and, if asked, `steady`.
 
-CPUs multiply one row, or few, in another order than many. A steady product gives a row the same bits whatever the number
-of rows beside it: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
+CPUs multiply one row, or few, in another order than many. A steady product gives a row the same bits whatever the
+number of rows beside it: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
 
 The weight stays as it is beside its layout, which takes as much memory again: the user's model, `generate` and files
 have the weight. `linear` is the naive twin.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 
 import torch
@@ -46,7 +47,7 @@ class Prepacked:
 
 
 class Steady:
-    """Multiplies by a frozen weight on a CPU so that the bits of a row do not depend on other rows, up to `MANY_ROWS`.
+    """Multiplies by a frozen weight on a CPU so that the bits of a row do not depend on the other rows.
 
     Arguments are those of `Prepacked`; without `pack`, as memory is short, it multiplies by the weight itself.
     """
@@ -54,35 +55,49 @@ class Steady:
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True):
         layouts = (TREE, STEP) if pack and can_prepack(weight.dtype) else (None,)
         shape = min(len(weight), TRIED_COLUMNS), weight.shape[1]
-        self.layout, self.fewest = steadiest(
-            *shape, weight.dtype, bias is not None, layouts, torch.get_num_threads()
-        )
+        self.layout, self.fewest = steadiest(*shape, weight.dtype, bias is not None, layouts, torch.get_num_threads())
         self.product = _multiply(weight, bias, self.layout)
 
     def __call__(self, x: Tensor) -> Tensor:
         count = x.shape[:-1].numel()
-        if count >= self.fewest:
+        if self.fewest <= count <= MANY_ROWS:
             return self.product(x)
-        return self.product(pad(x.flatten(0, -2), (0, 0, 0, self.fewest - count)))[:count].unflatten(0, x.shape[:-1])
+        parts = x.flatten(0, -2).split(MANY_ROWS)
+        padded = [self.product(pad(part, (0, 0, 0, max(self.fewest - len(part), 0))))[: len(part)] for part in parts]
+        return torch.cat(padded).unflatten(0, x.shape[:-1])
 
 
 class Siblings:
-    """Multiplies by the weights of layers that read the same input in one product, when the first of them is called."""
+    """Layers that read the same input, by one product when the first of them is called."""
 
     def __init__(self, layers: list[nn.Linear]):
-        bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-        self.product = Steady(torch.cat([layer.weight.detach() for layer in layers]), bias)
         self.sizes = [layer.out_features for layer in layers]
         self.read, self.outputs = None, ()
 
-    def output(self, number: int, x: Tensor) -> Tensor:
-        """Return the output of one of the layers; the last one's call forgets the input."""
+    def output(self, number: int, product: Product, x: Tensor) -> Tensor:
+        """Return the output of one of the layers, by the first one's product; the last one's call forgets the input."""
         if x is not self.read:
-            self.read, self.outputs = x, self.product(x).split(self.sizes, dim=-1)
+            self.read, self.outputs = x, product(x).split(self.sizes, dim=-1)
         output = self.outputs[number]
         if number == len(self.sizes) - 1:
             self.read, self.outputs = None, ()
         return output
+
+
+class Switch:
+    """Whether the products of a module are `Steady` now; else they are as fast as they can be."""
+
+    def __init__(self):
+        self.is_on = False
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Make them steady in the block."""
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
 
 
 def product_with(weight: Tensor, bias: Tensor | None = None) -> Product:
@@ -97,32 +112,50 @@ def prepack(module: nn.Module) -> None:
         _set_product(layer, product_with(layer.weight, layer.bias))
 
 
-def make_steady(module: nn.Module, pack: bool) -> None:
-    """Let every `nn.Linear` within `module`, on a CPU, be `Steady`, `Siblings` together if there is memory to `pack`.
+def make_steady(module: nn.Module, pack: bool) -> Switch:
+    """Let every `nn.Linear` within `module`, on a CPU, be `Steady` where the returned switch is on.
 
-    More than `MANY_ROWS`, as a text has, are multiplied as without this.
+    Args:
+        pack: whether there is memory for layouts; then siblings are one product.
     """
+    switch = Switch()
     for parent in module.modules() if pack else ():
         for names in SIBLINGS:
             layers = [layer for layer in _linears(parent) if layer in [getattr(parent, name, None) for name in names]]
             if len(layers) == len(names) and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
-                siblings = Siblings(layers)
+                siblings, steady = Siblings(layers), Steady(*_joint(layers))
                 for number, layer in enumerate(layers):
-                    _set_product(layer, partial(siblings.output, number), siblings.product.layout)
+                    products = (partial(siblings.output, number, each) for each in (steady, steady.product))
+                    _set_steady(layer, switch, steady.layout, *products)
     for layer in _linears(module):
-        product = Steady(layer.weight, layer.bias, pack)
-        _set_product(layer, product, product.layout)
+        steady = Steady(layer.weight, layer.bias, pack)
+        _set_steady(layer, switch, steady.layout, steady, steady.product)
+    return switch
 
 
-def _set_product(layer: nn.Linear, product: Product, layout: int | None = TREE) -> None:
-    for_many = layout == TREE and _pays(layer.weight)
-
+def _set_product(layer: nn.Linear, product: Product) -> None:
     def forward(x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or (not for_many and x.shape[:-1].numel() > MANY_ROWS):
-            return linear(x, layer.weight, layer.bias)
-        return product(x)
+        return linear(x, layer.weight, layer.bias) if torch.is_grad_enabled() else product(x)
 
     layer.forward = forward
+
+
+def _set_steady(layer: nn.Linear, switch: Switch, layout: int | None, steady: Product, usual: Product) -> None:
+    by_layout = layout == TREE and _pays(layer.weight)
+
+    def forward(x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return linear(x, layer.weight, layer.bias)
+        if switch.is_on:
+            return steady(x)
+        return usual(x) if by_layout else linear(x, layer.weight, layer.bias)
+
+    layer.forward = forward
+
+
+def _joint(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+    return torch.cat([layer.weight.detach() for layer in layers]), bias
 
 
 def _linears(module: nn.Module) -> list[nn.Linear]:

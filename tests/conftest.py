@@ -3,6 +3,8 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports the hub's client, so that no test waits for a network
+if os.environ.get("POSS_DEVICE", "cpu") == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # before torch imports triton
 
 from functools import partial
 from pathlib import Path

@@ -43,6 +43,65 @@ def test_products_are_those_of_linear(shape, dtype, biased):
         assert close(prepack.product_with(weight, bias)(x), linear(x, weight, bias), 24, 1 + biased, of=summed)
 
 
+class OtherOrder:
+    """A machine that sums a product of `few` rows or fewer from its other end, and rounds otherwise."""
+
+    def __init__(self, weight, bias, few):
+        self.weight, self.bias, self.few = weight, bias, few
+
+    def __call__(self, x):
+        if x.shape[:-1].numel() > self.few:
+            return linear(x, self.weight, self.bias)
+        parts = zip(x.split(8, -1), self.weight.split(8, -1), strict=True)
+        found = sum(linear(*part) for part in [*parts][::-1])
+        return found if self.bias is None else found + self.bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(48, 32), (192, 576), (576, 1536), (47, 25)], ids=str)
+@pytest.mark.parametrize("few", [None, 0, 2, 16])
+def test_a_row_of_a_steady_product_has_the_same_bits_among_any_number_of_rows(dtype, shape, few, monkeypatch):
+    """On this machine; and on one that multiplies few rows in another order, where other products do not."""
+    if few is not None:
+        monkeypatch.setattr(prepack, "_multiply", lambda weight, bias, layout: OtherOrder(weight, bias, few))
+        prepack.steadiest.cache_clear()
+    torch.manual_seed(0)
+    weight, x, bias = (
+        torch.randn(shape).to(dtype),
+        torch.randn(100, shape[1]).to(dtype),
+        torch.randn(shape[0]).to(dtype),
+    )
+    counts = 1, 2, 3, 7, 17, 30, 34, 60, 64
+    with torch.no_grad():
+        for pack in (True, False):
+            steady = prepack.Steady(weight, bias if pack else None, pack)
+            many = steady(x)
+            assert all(steady(x[:rows]).equal(many[:rows]) for rows in counts)
+            of = linear(x.abs(), weight.abs(), bias.abs() if pack else None)
+            assert close(many, linear(x, weight, bias if pack else None), shape[1], of=of)
+            assert steady(x[None, None, :1]).shape == (1, 1, 1, shape[0])
+        usual = prepack._multiply(weight, bias, None)
+        assert few != 16 or not all(usual(x[:rows]).equal(usual(x)[:rows]) for rows in counts)
+    prepack.steadiest.cache_clear()
+
+
+@here
+def test_siblings_are_one_product_and_give_what_each_alone_gives():
+    torch.manual_seed(0)
+    parent = nn.Module()
+    for name, size in (("q_proj", 40), ("k_proj", 24), ("v_proj", 24)):
+        parent.register_module(name, nn.Linear(32, size, bias=False))
+    alone = copy.deepcopy(parent)
+    prepack.make_steady(parent, pack=True)
+    for layer in alone.children():
+        layer.forward = prepack.Steady(layer.weight)
+    with torch.no_grad():
+        for x in (torch.randn(1, 1, 32), torch.randn(2, 5, 32)):
+            for layer, twin in zip(parent.children(), alone.children(), strict=True):
+                assert layer(x).equal(twin(x))
+        assert parent.k_proj(x).equal(parent.k_proj(x.clone()))  # asked for out of turn
+
+
 @here
 def test_gradients_are_those_of_linear():
     layer = nn.Linear(24, 47)
@@ -59,7 +118,7 @@ def test_a_model_in_hand_stays_as_it_is_and_shares_its_weights():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     config, logits = model.config.to_dict(), model(tokens).logits
     target = Target(model, tiny_tokenizer(), "tiny")
-    assert isinstance(target.backbone.layers[0].mlp.up_proj.forward, prepack.Prepacked)
+    assert "forward" in vars(target.backbone.layers[0].mlp.up_proj)
     tokens_of(speculate(target, tiny_draft(target, [2])), limit=9)
     assert not any("forward" in vars(module) for module in model.modules())
     assert model.training and model.config.to_dict() == config and model.state_dict().keys() == state.keys()

@@ -27,7 +27,6 @@ from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.prepack import prepack
 from poss_lightning.sampling import Noise, TokenSampler
-from poss_lightning.target.by_position import TAIL
 from poss_lightning.target.generation import OutputTracker, pad_right, prefill
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
@@ -76,12 +75,10 @@ class Speculative(Decoder):
         if tree == "auto" and target.device.type == "cpu":
             plan = replace(plan, tree_width=min(plan.tree_width, CPU_WIDTH))
         self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
-        self.exact = target.exact and plan.reach < TAIL
-        if target.exact and not self.exact:
-            logger.warning(
-                "paths of %d tokens may differ from plain decoding where rounding breaks a tie; up to %d are exact",
-                plan.reach, TAIL - 1,
-            )
+        limit = target.by_position and target.by_position.limit(plan.nodes + plan.lookup, plan.reach + 1)
+        self.exact = target.exact and not limit
+        if limit:
+            logger.warning("text may differ from plain decoding where rounding breaks a tie: exact are %s", limit)
         self.lookup = Lookup(plan.lookup)
         self.matches: dict[int, int] = {}  # tokens that matched in the next lookup, by prompt
         self.auto = AutoPlans(plan, target.device) if tree == "auto" else None
@@ -238,7 +235,7 @@ class Speculative(Decoder):
             self.sampler = TokenSampler(len(prompts), target.spec.vocab_size, target.device)
             self.root = self.root.new_zeros(len(prompts), 1)
             if self.graphs.enabled:  # one extent for all work of a round
-                cache.slots.min_extent = room
+                cache.slots.min_extent = max(room, cache.slots.min_extent)
         self.active.reset()
         self.sampler.begin(sampling, prompts, generator)
         first = self.sampler.next(target.logits(last), cache.slots.lengths)

@@ -33,21 +33,37 @@ class ByPosition:
     """How a target on a CPU attends: with masks and with a function for each tree.
 
     Args:
-        windows: of the kinds of layers.
         dtype, head_dim: of keys.
 
     Raises:
         NotImplementedError: this CPU sums in an order that depends on the tree.
     """
 
-    def __init__(self, windows: Windows, dtype: torch.dtype, head_dim: int):
-        self.windows, self.dtype = windows, dtype
+    def __init__(self, dtype: torch.dtype, head_dim: int):
+        self.dtype = dtype
         self.shapes = find_shapes(dtype, head_dim, torch.get_num_threads())
 
-    def read(self, ancestors: Tensor, positions: Tensor, slots: Slots, copies: int) -> tuple[Masks, Attention]:
+    room = 0  # slots after a text that every forward writes, whatever the tree
+
+    def limit(self, nodes: int, path: int) -> str | None:
+        """Say which trees are exact, if one of `nodes` nodes in all with paths of `path` is not."""
+        return f"paths of up to {TAIL - 1} drafted or looked-up tokens" if path > TAIL else None
+
+    def fit(self, capacity: int) -> int:
+        """Return the slots of a cache that holds texts of this length and a tree."""
+        return self.shapes.round_extent(capacity)
+
+    def fill(self, tokens: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tree as it is: products are steady whatever the number of nodes."""
+        return tokens, ancestors
+
+    def read(
+        self, windows: Windows, ancestors: Tensor, positions: Tensor, slots: Slots, copies: int
+    ) -> tuple[Masks, Attention]:
         """Return the masks of a tree's nodes at `positions` (B, n), and the attention that they are for."""
         extent = self.shapes.round_extent(slots.longest)
-        masks = position_masks(self.windows, positions, extent, self.dtype, copies, self.shapes.rows)
+        slots.extent = max(slots.extent, extent)
+        masks = position_masks(windows, positions, extent, self.dtype, copies, self.shapes.rows)
         tails = find_tails(ancestors, slots.lengths).expand(len(positions), -1, -1).clamp(min=0)
         return masks, partial(attend_by_position, tail_slots=tails, most=self.shapes.most)
 
@@ -168,10 +184,10 @@ def find_shapes(dtype: torch.dtype, head_dim: int, threads: int) -> Shapes:
     for rows, most in ROWS:
         counts = sorted({min(count, most) for count in (rows, 3 * rows, 64 + rows, 192)})
         if all(agree(seen, *((count, BLOCK) for count in counts)) for seen in lengths):
-            extents = (
-                extent
-                for extent in range(STEP, BLOCK, STEP)
-                if all(agree(seen, *((count, extent) for count in counts), (rows, BLOCK)) for seen in lengths if seen < extent)
-            )
+            extents = []
+            for extent in range(STEP, BLOCK, STEP):
+                shapes = (rows, BLOCK), *((count, extent) for count in counts)
+                if all(agree(seen, *shapes) for seen in lengths if seen < extent):
+                    extents.append(extent)
             return Shapes(rows, most, (*extents, BLOCK))
     raise NotImplementedError("this CPU sums attention in an order that depends on the number of nodes")

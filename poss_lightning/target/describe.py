@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.machine import memory_bytes
-from poss_lightning.prepack import make_steady, prepack
+from poss_lightning.prepack import Switch, make_steady, prepack
 from poss_lightning.target.grouped_attention import GROUPED
 from poss_lightning.target.masks import FULL
 from poss_lightning.target.spec import EmbedHead, TargetSpec
@@ -38,11 +38,12 @@ def embed_head_of(model: PreTrainedModel, spec: TargetSpec) -> EmbedHead:
     return EmbedHead(table, rows, scale=spec.logit_scale, cap=spec.logit_cap)
 
 
-def decoding_copy(model: PreTrainedModel, steady: bool) -> Any:
+def decoding_copy(model: PreTrainedModel, steady: bool) -> tuple[Any, Switch]:
     """Copy a model without its head for decoding: in eval mode, with the same parameters and buffers.
 
-    Its heads attend in groups, its products are prepacked, and `steady` if asked. "Dynamic" rotary angles are fixed: within a target's context
-    they never change, but their code asks the device whether they should, which a CUDA graph cannot.
+    Its heads attend in groups, its products are prepacked; if asked, they are steady where the switch is on. "Dynamic"
+    rotary angles are fixed: within a target's context they never change, but their code asks the device whether they
+    should, which a CUDA graph cannot.
     """
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     copied: Any = copy.deepcopy(model.base_model, shared).eval()
@@ -55,10 +56,10 @@ def decoding_copy(model: PreTrainedModel, steady: bool) -> Any:
             module.rope_type = _without_dynamic(module.rope_type)
     has_room = 3 * sum(weight.nbytes for weight in model.parameters()) < (memory_bytes() or 0)  # for a layout of each
     if steady:
-        make_steady(copied, has_room)
-    elif has_room:
+        return copied, make_steady(copied, has_room)
+    if has_room:
         prepack(copied)
-    return copied
+    return copied, Switch()
 
 
 def _without_dynamic(kinds: Any) -> Any:

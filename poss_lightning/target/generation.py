@@ -10,7 +10,8 @@ from poss_lightning.clock import Clock, Timer
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target.cache import TreeCache, step_of
 from poss_lightning.target.graphs import Graphs
-from poss_lightning.target.model import Target, causal_ancestors
+from poss_lightning.target.masks import causal_ancestors
+from poss_lightning.target.model import Target
 
 PREFILL_BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
 

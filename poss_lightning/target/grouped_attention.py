@@ -6,7 +6,6 @@ head, in every layer and round. Here the queries of a group stand side by side i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,24 +35,21 @@ def grouped_attention(
     return attended.unflatten(2, (group, -1)).flatten(1, 2)
 
 
-_IN_USE: ContextVar[Attention | None] = ContextVar("attention", default=None)
-
-
 @contextmanager
-def attending_by(attention: Attention | None) -> Iterator[None]:
-    """Let the modules that are called in the block attend by this function; None for `grouped_attention`."""
-    token = _IN_USE.set(attention)
+def attending_by(attention: Attention, config: PreTrainedConfig) -> Iterator[None]:
+    """Let the modules with this config attend by a function in the block."""
+    config.poss_attention = attention
     try:
         yield
     finally:
-        _IN_USE.reset(token)
+        del config.poss_attention
 
 
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attend as transformers' modules ask: (B, H, n, d) to (B, kv heads, S, d) -> (B, n, H, d)."""
-    if (attention := _IN_USE.get()) is not None and attention_mask is not None:
+    if attention := getattr(module.config, "poss_attention", None):
         return attention(query, key, value, attention_mask, options.get("scaling")), None
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
@@ -67,7 +63,7 @@ AttentionInterface.register(GROUPED, _attend)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def mask_copies(config: PreTrainedConfig, nodes: int) -> int:
+def mask_copies(config: PreTrainedConfig, nodes: int = 1) -> int:
     """Count the copies of a mask of so many nodes that `grouped_attention` stacks, in every layer alike."""
     if config._attn_implementation != GROUPED or nodes > NODES:
         return 1

@@ -23,6 +23,11 @@ Windows = dict[str, int | None]  # tokens that each kind of layer sees, itself i
 Masks = Tensor | dict[str, Tensor]  # what a model's `attention_mask` takes: of all layers, or of each kind
 
 
+def causal_ancestors(count: int, device: torch.device) -> Tensor:
+    """Return the ancestors in a plain text: (1, n, n), lower triangle."""
+    return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
+
+
 def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
     """Return the windows of a model that reads `context` tokens; one of that size or larger hides nothing.
 

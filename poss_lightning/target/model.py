@@ -1,6 +1,5 @@
 """The frozen target: any causal LM of transformers, used as features and a head."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -20,25 +19,16 @@ from poss_lightning.target import embedded
 from poss_lightning.target.by_position import ByPosition
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
+from poss_lightning.target.checks import check_target, find_by_position
 from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
-from poss_lightning.target.grouped_attention import GROUPED, attending_by, mask_copies
-from poss_lightning.target.loading import explain_failure, load_config, load_model, reason
+from poss_lightning.target.grouped_attention import attending_by, mask_copies
+from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables, token_ids
 from poss_lightning.terminal import announced
 
-logger = logging.getLogger(__name__)
-
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
-#        r a b c d   the tree that a target must get right when it is loaded: r(a(c) b(d))
-TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
-PATHS = ((0, 1, 3), (0, 2, 4))
-READS_MASKS = (GROUPED, "sdpa", "eager")  # other attention takes no tree's mask
-OWN_LOGITS = (
-    "its logits are not head(feature), scaled or softly capped as its config says (a bias or a step of its own stands "
-    "between), so a draft could not share its head"
-)
 
 
 class Target(nn.Module):
@@ -84,8 +74,8 @@ class Target(nn.Module):
             )
             self._find_parts()
             self.windows = layer_windows(self.config, self.spec.context)
-            self._check()
-            self.by_position = self._find_by_position()
+            check_target(self)
+            self.by_position = find_by_position(self, exact)
         except Exception as error:  # whatever its code, or the device, raises
             raise ValueError(explain_failure(name, error, type(model).__name__)) from error
 
@@ -136,13 +126,14 @@ class Target(nn.Module):
         """Take a model on one device to another, without a second embedding and head: they stay the model's own."""
         self.model.to(device)  # pyright: ignore[reportArgumentType]
         self._find_parts()
-        self.by_position = self._find_by_position()
+        self.by_position = find_by_position(self, self._asked_exact)
 
     def _find_parts(self) -> None:
         """Find the model's embedding and head, copy the rest for decoding; and where a layer keeps keys and values."""
-        self.embed_head, self.by_position = embed_head_of(self.model, self.spec), None
+        self.embed_head = embed_head_of(self.model, self.spec)
+        self.by_position: ByPosition | None = None
         steady = self.device.type == "cpu" and self._asked_exact is not False
-        self.backbone = decoding_copy(self.model, steady)
+        self.backbone, self._steady = decoding_copy(self.model, steady)
         self.config = self.backbone.config.get_text_config()
         self._head_product = (Steady if steady else product_with)(self.embed_head.head)
         if self.device.type == "cuda":
@@ -178,10 +169,11 @@ class Target(nn.Module):
 
     def new_cache(self, batch: int, capacity: int) -> TreeCache:
         """Allocate an empty cache of `batch` rows and `capacity` slots."""
-        if self.by_position:
-            capacity = self.by_position.shapes.round_extent(capacity)
+        capacity = self.by_position.fit(capacity) if self.by_position else capacity
         sizes: dict[str, Any] = {"heads": self.spec.kv_heads, "head_dim": self.spec.head_dim, "dtype": self.dtype}
-        return TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
+        cache = TreeCache(self.layer_devices, self.device, batch, capacity, **sizes)
+        cache.slots.min_extent = self.by_position.room if self.by_position else 0
+        return cache
 
     def logits(self, features: Tensor) -> Tensor:
         """Compute the model's logits: (..., D) -> (..., V)."""
@@ -216,10 +208,16 @@ class Target(nn.Module):
 
         Args:
             tokens, ancestors, cache, layers: see `forward_tree`.
-            exact: with the bits of plain decoding, if the target can; paths have at most `by_position.TAIL` nodes.
+            exact: with the bits of plain decoding, if the target can; the tree keeps the `limit` of `by_position`.
         """
-        features, draft_input = self.forward_tree(tokens, ancestors, cache, layers, exact)
-        return draft_input, self.logits(features)
+        if not (exact and self.by_position):
+            features, draft_input = self.forward_tree(tokens, ancestors, cache, layers)
+            return draft_input, self.logits(features)
+        nodes = tokens.shape[1]
+        with self._steady.on():
+            filled = self.by_position.fill(tokens, ancestors)
+            features, draft_input = self.forward_tree(*filled, cache, layers, exact=True)
+            return draft_input[:, :nodes], self.logits(features)[:, :nodes]
 
     def forward_tree(
         self,
@@ -246,14 +244,16 @@ class Target(nn.Module):
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         angles = positions.clamp(max=self.spec.context - 1)
-        # Once for all layers, where they lie on one device and have the same heads; others repeat it for themselves.
-        copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
         if exact and self.by_position:
-            mask, attention = self.by_position.read(ancestors, positions, slots, copies)
+            copies = mask_copies(self.config)
+            mask, attention = self.by_position.read(self.windows, ancestors, positions, slots, copies)
+            attending = attending_by(attention, self.config)
         else:
-            visible = slots.tree_mask(ancestors)
-            mask, attention = layer_masks(self.windows, visible, angles, slots.lengths, self.dtype, copies), None
-        with self._kept(layers) as inner, attending_by(attention) if attention else nullcontext():
+            # Once for all layers, if they lie on one device and have the same heads; others repeat it for themselves.
+            copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
+            visible, attending = slots.tree_mask(ancestors), nullcontext()
+            mask = layer_masks(self.windows, visible, angles, slots.lengths, self.dtype, copies)
+        with self._kept(layers) as inner, attending:
             output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=angles)
         features = output.last_hidden_state.to(self.device)
         return features, torch.cat([inner[i] for i in layers], dim=-1) if layers else features
@@ -311,105 +311,3 @@ class Target(nn.Module):
         finally:
             model.generation_config = usual
             model.train(was_training)
-
-    # --- checks when it is loaded ---
-
-    @torch.inference_mode()
-    def _check(self) -> None:
-        """Raise NotImplementedError if logits, inner layers or features under a mask are not the model's."""
-        if (attention := self.config._attn_implementation) not in READS_MASKS:
-            raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
-        tokens = torch.arange(8, device=self.device)[None] % self.spec.vocab_size
-        with reason("transformers itself cannot read 8 tokens with it"), self.without_defaults() as model:
-            output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
-            logits = model(tokens, use_cache=False).logits.to(self.device)
-        theirs = output.last_hidden_state.to(self.device)
-        features, inner = self.text_layers(tokens, layers := tuple(range(1, self.config.num_hidden_layers)))
-        if not features.isfinite().all():
-            raise NotImplementedError(f"its features are not finite in {self.dtype_name}: choose a different dtype")
-        self._check_near(features, theirs, "its features")
-        with reason(OWN_LOGITS):
-            ours = self.embed_head.logits(theirs)
-        states = torch.stack([state.to(self.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
-        if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
-            raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
-        if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
-            raise NotImplementedError(OWN_LOGITS)
-        self._check_tree("")
-        if any(self.windows.values()):
-            usual = self.config.sliding_window, self.windows
-            self.config.sliding_window = 5  # for transformers' masks
-            self.windows = layer_windows(self.config, self.spec.context)
-            try:
-                self._check_tree(" and windows")
-            finally:
-                self.config.sliding_window, self.windows = usual
-
-    def _check_tree(self, suffix: str) -> None:
-        """Compare `TREE` after 8 tokens with each of its paths as a separate text."""
-        tokens = torch.arange(13, device=self.device)[None] % self.spec.vocab_size
-        text, nodes = tokens.split([8, 5], dim=1)
-        cache = self.new_cache(1, 13)
-        with reason("its attention does not take a tree's mask and cache"):  # keys of other sizes, a mask of 2 axes
-            before, _ = self.forward_tree(text, causal_ancestors(8, self.device), cache)  # (1, 8, D)
-            cache.append([8])
-            tree, _ = self.forward_tree(nodes, torch.tensor([TREE], device=self.device) > 0, cache)  # (1, 5, D)
-        paths = torch.tensor(PATHS, device=self.device)
-        plain = self.text_features(torch.cat([text.expand(2, -1), nodes[0, paths]], dim=1))  # (2, 11, D)
-        ours = torch.cat([before.expand(2, -1, -1), tree[0, paths]], dim=1)
-        self._check_near(ours, plain, f"its features behind a cache and a tree's mask{suffix}")
-
-    @torch.inference_mode()
-    def _find_by_position(self) -> ByPosition | None:
-        """Return how to attend by position if a trial gives plain decoding's bits; None, and a line of the log, if not.
-
-        Raises:
-            NotImplementedError: it does not, and was asked for.
-        """
-        if self._asked_exact is False or (self._asked_exact is None and self.device.type != "cpu"):
-            return None
-        try:
-            if self.device.type != "cpu" or self.config._attn_implementation != GROUPED:
-                where = self.config._attn_implementation if self.device.type == "cpu" else self.device.type
-                raise NotImplementedError(f"it attends by {where}")
-            self.by_position = ByPosition(self.windows, self.dtype, self.spec.head_dim)
-            self._check_bits()
-        except NotImplementedError as error:
-            self.by_position = None
-            if self._asked_exact:
-                raise NotImplementedError(f"exact is true, but {error}") from error
-            logger.info("drafted tokens of %s may differ where rounding breaks a tie: %s", self.spec.name, error)
-        return self.by_position
-
-    def _check_bits(self) -> None:
-        """Raise NotImplementedError unless a path of a tree has the bits of plain steps: node i below (i - 1) // 2."""
-        count, path = 63, [0, 2, 5, 12, 26, 54]
-        ancestors = torch.eye(count, dtype=torch.bool, device=self.device)
-        for node in range(1, count):
-            ancestors[node] |= ancestors[(node - 1) // 2]
-        tokens = (torch.arange(24 + count, device=self.device) * 7 % self.spec.vocab_size)[None]
-        text, nodes = tokens.split([24, count], dim=1)
-
-        def read_text() -> TreeCache:
-            cache = self.new_cache(1, 24 + count)
-            self.forward_tree(text, causal_ancestors(24, self.device), cache)
-            cache.append([24])
-            return cache
-
-        _, expected = self.verify(nodes, ancestors[None], read_text())
-        cache = read_text()
-        for node in path:
-            _, logits = self.verify(nodes[:, node : node + 1], causal_ancestors(1, self.device), cache)
-            cache.append([1])
-            if not logits[0, 0].equal(expected[0, node]):
-                raise NotImplementedError("the bits of a tree's node depend on the other nodes")
-
-    def _check_near(self, ours: Tensor, plain: Tensor, what: str) -> None:
-        distance = (ours.float() - plain.float()).norm() / plain.float().norm()
-        if not distance <= (1e-3 if self.dtype == torch.float32 else 5e-2):
-            raise NotImplementedError(f"{what} are not those of a plain forward (relative distance {distance:.1g})")
-
-
-def causal_ancestors(count: int, device: torch.device) -> Tensor:
-    """Return the ancestors in a plain text: (1, n, n), lower triangle."""
-    return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()

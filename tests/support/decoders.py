@@ -41,3 +41,26 @@ def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
         return tree._replace(tokens=tokens)
 
     engine.drafter.draft = planted
+
+
+def plant_in_tree(engine, truth, prompts=PROMPTS):
+    """Let trees hold what the target will say, on a path through any of their nodes."""
+    draft, turns = engine.drafter.draft, count()
+
+    def planted(*given):
+        tree, turn = draft(*given), next(turns)
+        tokens, parents = tree.tokens.clone(), tree.parents.tolist()
+        for row, (prompt, length) in enumerate(
+            zip(engine.active.prompts, engine.cache.slots.host_lengths, strict=True)
+        ):
+            node = 0
+            for depth, token in enumerate(truth[prompt][length - len(prompts[prompt]) + 1 :]):
+                children = [child for child, parent in enumerate(parents[row]) if parent == node and child]
+                if not children:
+                    break
+                right = [child for child in children if tokens[row, child] == token]
+                node = right[0] if right else children[(turn + depth) % len(children)]
+                tokens[row, node] = token
+        return tree._replace(tokens=tokens)
+
+    engine.drafter.draft = planted

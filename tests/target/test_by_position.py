@@ -5,18 +5,17 @@ from itertools import product
 
 import pytest
 import torch
-from torch.nn.functional import linear
 
-from poss_lightning import prepack
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target import by_position, model
+from poss_lightning.target import by_position
 from poss_lightning.target.by_position import TAIL, ByPosition, find_tails
 from poss_lightning.target.cache import Slots
 from poss_lightning.target.model import Target
 from tests.support import naive
-from tests.support.decoders import PROMPTS, drawn, plant, speculate
-from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
+from tests.support.decoders import drawn, plant_in_tree, speculate
+from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
+from tests.support.tolerance import close
 from tests.support.trees import random_tree
 
 DTYPES = torch.float32, torch.bfloat16
@@ -45,8 +44,8 @@ def attend(queries, keys, values, ancestors, lengths, window=None):
     slots.lengths.copy_(torch.tensor(lengths))
     slots.host_lengths = lengths
     positions = slots.lengths[:, None] + ancestors.sum(-1) - 1
-    reader = ByPosition({"full": window}, queries.dtype, queries.shape[-1])
-    mask, attention = reader.read(ancestors, positions, slots, queries.shape[1] // keys.shape[1])
+    reader = ByPosition(queries.dtype, queries.shape[-1])
+    mask, attention = reader.read({"full": window}, ancestors, positions, slots, queries.shape[1] // keys.shape[1])
     return attention(queries, keys, values, mask, None)
 
 
@@ -77,40 +76,21 @@ def test_a_node_attends_as_a_plain_step_bit_for_bit_and_as_defined(dtype, heads,
         seen = slice(max(0, place + 1 - window) if window else 0, place + 1)
         k, v = (x[0, :, seen].double().transpose(0, 1) for x in step)  # (S, kv, d)
         defined = naive.attention(queries[row, :, node].double(), list(k), list(v))
-        unit = torch.finfo(dtype).eps
-        assert (found[row, node].double() - defined).abs().max() <= 4 * unit * v.abs().max()
+        assert close(found[row, node], defined, len(k), sums=2, of=v.abs().max())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(48, 32), (192, 576), (576, 1536), (47, 25)], ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_row_of_a_steady_product_has_the_same_bits_among_any_number_of_rows(dtype, shape, biased):
-    torch.manual_seed(0)
-    weight, x = torch.randn(shape).to(dtype), torch.randn(100, shape[1]).to(dtype)
-    bias = torch.randn(shape[0]).to(dtype) if biased else None
-    with torch.no_grad():
-        for pack in (True, False):
-            steady = prepack.Steady(weight, bias, pack)
-            many = steady(x)
-            exact = linear(x.double(), weight.double(), None if bias is None else bias.double())
-            assert (many.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max() * 4
-            assert all(steady(x[:rows]).equal(many[:rows]) for rows in (1, 2, 3, 7, 30, 34, 60, 64))
-            assert steady(x[None, None, :1]).shape == (1, 1, 1, shape[0])
+def record_verified(target: Target, patch: pytest.MonkeyPatch) -> dict[tuple[int, ...], torch.Tensor]:
+    """Record the draft's input and the logits of every node, by where its tree begins and the path to it."""
+    seen, verify = {}, target.verify
 
-
-def verified(target: Target, monkeypatch) -> list[dict[tuple[int, ...], torch.Tensor]]:
-    """Record features and logits of every node by the text up to it: for the first decoder, then for the second."""
-    seen, forward = [{}], target.verify
-
-    def verify(tokens, ancestors, cache, *rest):
-        draft_input, logits = forward(tokens, ancestors, cache, *rest)
-        for row, length in enumerate(cache.slots.host_lengths):
-            for node, above in enumerate(ancestors.expand(len(tokens), -1, -1)[row]):
-                text = (row, length, *tokens[row, above].tolist())
-                seen[-1][text] = torch.cat([draft_input[row, node], logits[row, node]])
+    def recording(tokens, ancestors, cache, *rest):
+        draft_input, logits = verify(tokens, ancestors, cache, *rest)
+        for node, above in enumerate(ancestors[0]):
+            place = (cache.slots.host_lengths[0], *tokens[0, above].tolist())
+            seen[place] = torch.cat([draft_input[0, node], logits[0, node]])
         return draft_input, logits
 
-    monkeypatch.setattr(target, "verify", verify)
+    patch.setattr(target, "verify", recording)
     return seen
 
 
@@ -135,42 +115,41 @@ def test_texts_are_plain_decoding_s_in_any_dtype(dtype, sampling, layers, alloca
     target = of_dtype(dtype, layers)
     expected = drawn(Autoregressive(target), sampling, 0, limit=40, stops=frozenset())
     engine = speculate(target, tiny_draft(target, allocation, **config), **PATHS | options)
-    plant(engine, expected, wrong_every=3)
+    plant_in_tree(engine, expected)
     assert engine.exact and drawn(engine, sampling, 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_accepted_nodes_have_the_features_and_logits_of_plain_steps_bit_for_bit(dtype, monkeypatch):
-    """And not without one of both rules: products that ignore other rows, keys in the order of positions."""
-    prompts = [[7] * 30]
-    for rule in ("both", "products", "positions"):
+@pytest.mark.parametrize("lookup", [0, 6])
+@pytest.mark.parametrize("length", [5, 30, 250], ids=str)
+def test_nodes_have_the_features_and_logits_of_plain_steps_bit_for_bit(dtype, lookup, length, monkeypatch):
+    """And not where keys are read in the order of the tree's nodes."""
+    target, prompts = of_dtype(dtype), [[7] * length]
+    truth = drawn(Autoregressive(target), GREEDY, 0, prompts, 60, frozenset())
+
+    def verified(decoder) -> dict[int, torch.Tensor]:
         with monkeypatch.context() as patch:
-            if rule == "products":
-                patch.setattr(model, "Steady", prepack.product_with)
-                patch.setattr("poss_lightning.target.describe.make_steady", lambda copied, pack: None)
-            patch.setattr(Target, "_check_bits", lambda self: None)
-            target = of_dtype(dtype)
-            if rule == "positions":
-                target.by_position = None
-            truth = drawn(Autoregressive(target), GREEDY, 0, prompts, 60, frozenset())
-            texts = []
-            for decoder in (Autoregressive(target), speculate(target, tiny_draft(target, [4]), **PATHS)):
-                with monkeypatch.context() as inner:
-                    seen = verified(target, inner)
-                    if decoder.__class__ is not Autoregressive:
-                        plant(decoder, truth, prompts, wrong_every=2)
-                    decoder.decode(prompts, 50, frozenset())
-                    texts.append(by_text(seen[0], prompts[0], truth[0]))
-            plain, ours = texts
-            assert len(ours) > 30
-            same = [plain[place].equal(found) for place, found in ours.items() if place in plain]
-            assert all(same) if rule == "both" else not all(same)
+            seen = record_verified(target, patch)
+            decoder.decode(prompts, 50, frozenset())
+        return by_text(seen, prompts[0], truth[0])
+
+    def drafted() -> dict[int, torch.Tensor]:
+        engine = speculate(target, tiny_draft(target, [4]), **PATHS, lookup=lookup)
+        plant_in_tree(engine, truth, prompts)
+        return verified(engine)
+
+    plain, ours = verified(Autoregressive(target)), drafted()
+    assert len(ours) > 40 and all(plain[place].equal(found) for place, found in ours.items() if place in plain)
+    monkeypatch.setattr(target, "by_position", None)
+    plain, ours = verified(Autoregressive(target)), drafted()
+    if dtype == torch.float32:  # in bfloat16 the rounding of so short sums hides their order
+        assert not all(plain[place].equal(found) for place, found in ours.items() if place in plain)
 
 
 def by_text(seen, prompt, truth) -> dict[int, torch.Tensor]:
     """What was computed at each place of the text, of nodes that follow it."""
     text, found = [*prompt, *truth], {}
-    for (_, length, *path), value in seen.items():
+    for (length, *path), value in seen.items():
         if text[length : length + len(path)] == path:
             found[length + len(path)] = value
     return found
@@ -187,20 +166,20 @@ def test_families_are_exact_or_say_why_not(name, caplog):
     if target.exact:
         expected = drawn(Autoregressive(target), Sampling(1.0), 0, limit=40, stops=frozenset())
         engine = speculate(target, tiny_draft(target, [3]), 3, 12, 4)
-        plant(engine, expected, wrong_every=3)
+        plant_in_tree(engine, expected)
         assert drawn(engine, Sampling(1.0), 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
 
 
 def test_paths_too_long_for_the_tail_are_said_not_to_be_exact(target, caplog):
     with caplog.at_level(logging.WARNING, logger="poss_lightning"):
         engine = speculate(target, tiny_draft(target, [4]), lookup=TAIL)
-    assert not engine.exact and "16" in caplog.text
+    assert not engine.exact and "exact are paths of up to 15 drafted or looked-up tokens" in caplog.text
     assert speculate(target, tiny_draft(target, [4]), lookup=TAIL - 1).exact == target.exact
 
 
 def test_a_target_that_is_not_exact_is_refused_where_that_was_asked():
     model = tiny_model()
     model.set_attn_implementation("eager")
-    with pytest.raises(ValueError, match="exact is true, but it attends by eager"):
+    with pytest.raises(ValueError, match="exact is true, but attention is by eager"):
         Target(model, tiny_tokenizer(), "tiny", exact=True)
     assert not Target(model, tiny_tokenizer(), "tiny").exact

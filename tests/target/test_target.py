@@ -21,7 +21,8 @@ from poss_lightning.target import embedded, generation, grouped_attention
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
 from poss_lightning.target.generation import PlainLoop, prefill
-from poss_lightning.target.model import Target, causal_ancestors
+from poss_lightning.target.masks import causal_ancestors
+from poss_lightning.target.model import Target
 from tests.support.stores import SIZES
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 from tests.support.tolerance import LAYER, close
@@ -85,8 +86,9 @@ def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
 
 def test_a_full_cache_says_so(target):
     cache = target.new_cache(1, 4)
-    with pytest.raises(ValueError, match="4 slots per row, and 5 are needed"):
-        target.forward_tree(torch.tensor([[1, 2, 3, 4, 5]]), causal_ancestors(5, target.device), cache)[0]
+    size = cache.slots.capacity
+    with pytest.raises(ValueError, match=f"{size} slots per row, and {size + 1} are needed"):
+        target.forward_tree(torch.ones(1, size + 1).long(), causal_ancestors(size + 1, target.device), cache)
 
 
 def test_the_fingerprint_sees_every_row_of_every_parameter():
@@ -172,7 +174,7 @@ def test_a_folder_of_anything_else_is_refused_and_no_code_of_it_runs(copy, monke
     assert not (copy / "ran").exists()
 
 
-@pytest.mark.parametrize("where", ["transformers.PreTrainedModel.to", "poss_lightning.target.model.Target._check"])
+@pytest.mark.parametrize("where", ["transformers.PreTrainedModel.to", "poss_lightning.target.model.check_target"])
 @pytest.mark.parametrize(
     ("error", "words"),
     [

@@ -1,0 +1,235 @@
+"""`by_position` on a GPU: kernels whose bits for a node are those of a plain step at its place (Triton).
+
+Keys are folded in the order of positions, in tiles of `TILE` and splits of `SPLIT` tokens that begin at fixed places.
+The ancestors of a node among the new nodes stand in slots by their numbers, so they are gathered by depth, `paths`.
+
+    split        0               1                     whole tiles below the length: `_context`, all nodes together
+    tile         a b c d         e f | g               the last tiles, node by node, and the sum of all: `_tail`
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from poss_lightning.target.cache import Slots
+from poss_lightning.target.grouped_attention import Attention
+from poss_lightning.target.masks import Masks, Windows
+
+SPLIT, TILE = 256, 64  # tokens
+ROWS, WARPS, STAGES = 32, 4, 3  # of a program of `_context`
+NODES = 64  # of every forward, so that its products have one shape; and the longest path
+LOG2_E = 1.4426950408889634
+
+
+class TreeKernel:
+    """How a target on a GPU attends by position; with the methods of `ByPosition`."""
+
+    room = NODES  # slots after a text that every forward writes
+
+    def limit(self, nodes: int, path: int) -> str | None:
+        """Say which trees are exact, if one of `nodes` nodes in all with paths of `path` is not."""
+        return f"trees of up to {NODES} nodes" if nodes > NODES else None
+
+    def fit(self, capacity: int) -> int:
+        """Return the slots of a cache that holds texts of this length and a tree."""
+        return capacity + NODES
+
+    def fill(self, tokens: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """Add nodes that see only themselves, so that every forward has products of the same shapes."""
+        more = NODES - tokens.shape[1]
+        wide = torch.eye(NODES, dtype=torch.bool, device=tokens.device).repeat(len(ancestors), 1, 1)
+        wide[:, : tokens.shape[1], : tokens.shape[1]] = ancestors
+        return pad(tokens, (0, more)), wide
+
+    def read(
+        self, windows: Windows, ancestors: Tensor, positions: Tensor, slots: Slots, copies: int
+    ) -> tuple[Masks, Attention]:
+        """Return masks of a tree's nodes, which only stand for the windows, and the attention that they are for."""
+        masks = {kind: positions.new_zeros(1, 1, 1, 1) for kind in windows}
+        depths, paths = find_paths(ancestors)
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+            window = next(window for kind, window in windows.items() if masks[kind] is mask)
+            return tree_attention(queries, keys, values, slots.lengths, depths, paths, scale, window)
+
+        return masks if len(masks) > 1 else next(iter(masks.values())), attend
+
+
+def find_paths(ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the depth of each node, and the node at each depth of its path: (…, n, n) -> (…, n), (…, n, n) int32."""
+    nodes, depths = ancestors.shape[1], ancestors.sum(-1) - 1
+    depth_of = depths[:, None].where(ancestors, nodes)  # of ancestors; of others, where it is cut off
+    numbers = torch.arange(nodes, device=ancestors.device).expand_as(depth_of)
+    paths = torch.zeros(*depths.shape, nodes + 1, dtype=torch.long, device=ancestors.device)
+    return depths.int(), paths.scatter_(2, depth_of, numbers)[..., :nodes].int()
+
+
+def tree_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    depths: Tensor,
+    paths: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attend from (B, H, n, d) to a cache's slots (B, kv heads, S, d): (B, n, H, d).
+
+    Args:
+        lengths: (B,) verified slots; the nodes stand in the n slots after them.
+        depths, paths: of `find_paths`, (B or 1, n) and (B or 1, n, n).
+        window: tokens that a node sees, itself included; None for all.
+    """
+    (batch, heads, nodes, width), (kv, extent) = queries.shape, keys.shape[1:3]
+    group, splits = heads // kv, triton.cdiv(extent, SPLIT)
+    empty = partial(queries.new_empty, dtype=torch.float32)
+    sums = empty(batch * kv * splits * nodes * group, width)  # of values, by text, key head, split, node and head
+    highest, norms = empty(2, len(sums)).unbind()
+    out = queries.new_empty(batch, nodes, heads, width)
+    scale = (width**-0.5 if scale is None else scale) * LOG2_E
+    of_text = [0 if len(x) == 1 else x.stride(0) for x in (depths, paths)]
+    sizes = {"D": width, "D_POW2": max(triton.next_power_of_2(width), 16), "TILE": TILE, "SPLIT": SPLIT}
+    sizes |= {"WINDOW": window or 0}
+    if not INTERPRETED:
+        sizes |= {"enable_fp_fusion": False}  # else a product and a sum round once here and twice there
+    common = lengths, depths, scale, nodes, group, kv, splits, *queries.stride()[:3], *keys.stride()[:3], of_text[0]
+    _context[splits, triton.cdiv(nodes * group, ROWS), batch * kv](
+        queries,
+        keys,
+        values,
+        sums,
+        highest,
+        norms,
+        *common,
+        ROWS=ROWS,
+        num_warps=WARPS,
+        num_stages=STAGES - (width > 128),
+        **sizes,
+    )
+    grouped = max(16, triton.next_power_of_2(group))
+    _tail[nodes, batch * kv](
+        queries, keys, values, sums, highest, norms, *common, out, paths, of_text[1], paths.stride(1), GROUP=grouped,
+        num_warps=4, num_stages=1, **sizes,
+    )  # fmt: skip
+    return out
+
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _fold(q, k, v, seen, top, norm, total, scale):
+    """Fold a tile of keys into the highest score (R,), the norm (R, 16 alike) and the sum of values (R, d)."""
+    score = tl.where(seen, tl.dot(q, tl.trans(k), input_precision="ieee") * scale, float("-inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp2(score - base[:, None]).to(v.dtype)
+    shrink = tl.exp2(top - base)[:, None]
+    ones = tl.full((k.shape[0], 16), 1.0, v.dtype)  # a product, as the order of a sum depends on the layout
+    norm = norm * shrink + tl.dot(weight, ones, input_precision="ieee")
+    total = total * shrink + tl.dot(weight, v, input_precision="ieee")
+    return higher, norm, total
+
+
+@triton.jit
+def _context(
+    q, k, v, sums, highest, norms, lengths, depths, scale, n, G, KV, splits, q_b, q_h, q_n, k_b, k_h, k_s, depth_b,
+    D: tl.constexpr, D_POW2: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Fold the whole tiles of one split that lie below a text's length, for `ROWS` queries of a key head."""
+    split, block, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, head = (pair // KV).to(tl.int64), pair % KV
+    length = tl.load(lengths + b).to(tl.int32)
+    edge, start = length // TILE * TILE, split * SPLIT
+    begin = start
+    if WINDOW > 0:  # tiles that no node sees change nothing
+        begin = tl.maximum(start, tl.maximum(length - WINDOW + 1, 0) // TILE * TILE)
+    if start < edge:
+        rows, d = block * ROWS + tl.arange(0, ROWS), tl.arange(0, D_POW2)
+        node, real, wide = rows // G, rows < n * G, (d < D)[None]
+        at = q + b * q_b + (head * G + rows % G)[:, None] * q_h + node[:, None] * q_n + d[None]
+        query = tl.load(at, mask=real[:, None] & wide, other=0.0)
+        position = length + tl.load(depths + b * depth_b + node, mask=real, other=0).to(tl.int32)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        norm, total = tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, D_POW2), tl.float32)
+        for first in range(begin, tl.minimum(start + SPLIT, edge), TILE):
+            slots = first + tl.arange(0, TILE)
+            from_slots = b * k_b + head * k_h + slots[:, None].to(tl.int64) * k_s + d[None]
+            key, value = tl.load(k + from_slots, mask=wide, other=0.0), tl.load(v + from_slots, mask=wide, other=0.0)
+            seen = slots[None] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (slots[None] > position[:, None] - WINDOW)
+            top, norm, total = _fold(query, key, value, seen, top, norm, total, scale)
+        place = (pair * splits + split).to(tl.int64) * n * G + rows
+        one = tl.arange(0, 16)[None]
+        tl.store(highest + place, top, mask=real)
+        tl.store(norms + place[:, None] + one, norm, mask=real[:, None] & (one == 0))
+        tl.store(sums + place[:, None] * D + d[None], total, mask=real[:, None] & wide)
+
+
+@triton.jit
+def _tail(
+    q, k, v, sums, highest, norms, lengths, depths, scale, n, G, KV, splits, q_b, q_h, q_n, k_b, k_h, k_s, depth_b,
+    out, paths, path_b, path_n,
+    D: tl.constexpr, D_POW2: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Fold the one or two last tiles of a node, whose path is gathered, and join all splits, for one key head."""
+    node, pair = tl.program_id(0), tl.program_id(1)
+    b, head = (pair // KV).to(tl.int64), pair % KV
+    length = tl.load(lengths + b).to(tl.int32)
+    position = length + tl.load(depths + b * depth_b + node).to(tl.int32)
+    edge = length // TILE * TILE
+    g, d, first = tl.arange(0, GROUP), tl.arange(0, D_POW2), (tl.arange(0, 16) == 0)[None]
+    real = g < G
+    wide = real[:, None] & (d < D)[None]
+    query = tl.load(q + b * q_b + (head * G + g)[:, None] * q_h + node * q_n + d[None], mask=wide, other=0.0)
+    # 1. What `_context` has of the split that the last tiles continue.
+    last, begun = edge // SPLIT, edge % SPLIT != 0
+    of_node = pair.to(tl.int64) * splits * n * G + node * G + g
+    place = of_node + last * n * G
+    top0 = tl.load(highest + place, mask=real & begun, other=float("-inf"))
+    norm0 = tl.load(norms + place[:, None] + tl.arange(0, 16)[None], mask=(real & begun)[:, None] & first, other=0.0)
+    sum0 = tl.load(sums + place[:, None] * D + d[None], mask=wide & begun, other=0.0)
+    # 2. The last tiles; the second may begin a split of its own.
+    for tile in tl.static_range(2):
+        positions = edge + tile * TILE + tl.arange(0, TILE)
+        depth = positions - length
+        seen = positions <= position
+        if WINDOW > 0:
+            seen = seen & (positions > position - WINDOW)
+        new = tl.load(paths + b * path_b + node * path_n + depth, mask=(depth >= 0) & seen, other=0).to(tl.int32)
+        slots = tl.where(depth < 0, positions, length + new).to(tl.int64)
+        from_slots, there = b * k_b + head * k_h + slots[:, None] * k_s + d[None], seen[:, None] & (d < D)[None]
+        key, value = tl.load(k + from_slots, mask=there, other=0.0), tl.load(v + from_slots, mask=there, other=0.0)
+        if tile == 0:
+            top0, norm0, sum0 = _fold(query, key, value, seen[None], top0, norm0, sum0, scale)
+        else:
+            fresh, none = (edge + TILE) % SPLIT == 0, float("-inf")
+            top1, norm1, sum1 = tl.where(fresh, none, top0), tl.where(fresh, 0.0, norm0), tl.where(fresh, 0.0, sum0)
+            top1, norm1, sum1 = _fold(query, key, value, seen[None], top1, norm1, sum1, scale)
+            top0, norm0, sum0 = tl.where(fresh, top0, top1), tl.where(fresh, norm0, norm1), tl.where(fresh, sum0, sum1)
+            top1, norm1, sum1 = tl.where(fresh, top1, none), tl.where(fresh, norm1, 0.0), tl.where(fresh, sum1, 0.0)
+    # 3. All splits, in order.
+    top = tl.maximum(top0, top1)
+    for split in range(last):
+        top = tl.maximum(top, tl.load(highest + of_node + split * n * G, mask=real, other=float("-inf")))
+    top = tl.where(top == float("-inf"), 0.0, top)  # rows that are no head
+    norm, total = tl.zeros((GROUP, 16), tl.float32), tl.zeros((GROUP, D_POW2), tl.float32)
+    for split in range(last):
+        part = of_node + split * n * G
+        weight = tl.exp2(tl.load(highest + part, mask=real, other=float("-inf")) - top)[:, None]
+        part_norm = norms + part[:, None] + tl.arange(0, 16)[None]
+        norm += weight * tl.load(part_norm, mask=real[:, None] & first, other=0.0)
+        total += weight * tl.load(sums + part[:, None] * D + d[None], mask=wide, other=0.0)
+    weight0, weight1 = tl.exp2(top0 - top)[:, None], tl.exp2(top1 - top)[:, None]
+    norm, total = norm + weight0 * norm0 + weight1 * norm1, total + weight0 * sum0 + weight1 * sum1
+    one_norm = tl.sum(tl.where(first, norm, 0.0), 1)  # one number and zeros
+    at = out + ((b * n + node) * G * KV + head * G + g)[:, None] * D + d[None]
+    tl.store(at, (total / one_norm[:, None]).to(out.dtype.element_ty), mask=wide)
