@@ -233,7 +233,7 @@ def _seconds(decoder: Decoder, request: Request, repeats: int) -> dict[str, floa
 
 def _cached(store: SlotStore, slots: int) -> int:
     """Bytes of keys and values of one layer's slots."""
-    return 2 * store.keys[0, 0].nbytes * slots * store.batch
+    return store.slots[0, 0].nbytes * slots * store.batch
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -85,14 +85,14 @@ class Siblings:
 
 
 class Switch:
-    """Whether the products of a module are `Steady` now; else they are as fast as they can be."""
+    """Whether a module decodes now: then its products are `Steady`; else they are as fast as they can be."""
 
     def __init__(self):
         self.is_on = False
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Make them steady in the block."""
+        """Let it decode in the block."""
         self.is_on = True
         try:
             yield

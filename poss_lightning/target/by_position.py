@@ -12,14 +12,14 @@ tail of 4, after 6 verified tokens, for the tree r(a(c) b):
     c          x x x x x       gathers 5 r a c
 """
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from poss_lightning.target.cache import STEP, Slots
+from poss_lightning.target.cache import STEP, TreeCache
 from poss_lightning.target.grouped_attention import Attention
 from poss_lightning.target.masks import Masks, Windows
 
@@ -34,14 +34,15 @@ class ByPosition:
 
     Args:
         dtype, head_dim: of keys.
+        group: query heads that share a key head.
 
     Raises:
         NotImplementedError: this CPU sums in an order that depends on the tree.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int):
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int):
         self.dtype = dtype
-        self.shapes = find_shapes(dtype, head_dim, torch.get_num_threads())
+        self.shapes = find_shapes(dtype, head_dim, group, torch.get_num_threads())
 
     room = 0  # slots after a text that every forward writes, whatever the tree
 
@@ -58,14 +59,27 @@ class ByPosition:
         return tokens, ancestors
 
     def read(
-        self, windows: Windows, ancestors: Tensor, positions: Tensor, slots: Slots, copies: int
+        self, windows: Windows, ancestors: Tensor, positions: Tensor, cache: TreeCache, group: int
     ) -> tuple[Masks, Attention]:
         """Return the masks of a tree's nodes at `positions` (B, n), and the attention that they are for."""
-        extent = self.shapes.round_extent(slots.longest)
-        slots.extent = max(slots.extent, extent)
-        masks = position_masks(windows, positions, extent, self.dtype, copies, self.shapes.rows)
-        tails = find_tails(ancestors, slots.lengths).expand(len(positions), -1, -1).clamp(min=0)
-        return masks, partial(attend_by_position, tail_slots=tails, most=self.shapes.most)
+        slots, (store,) = cache.slots, cache.stores.values()
+        slots.extent = self.shapes.round_extent(slots.longest)  # what a layer is shown: the context
+        rows = positions.shape[1] * group
+        more = 0 if rows == group and self.shapes.group_alone else -rows % self.shapes.rows
+        heads = store.slots.shape[3]
+        contexts, tails = position_masks(windows, positions, slots.extent, self.dtype, heads, group, more)
+        flat = (find_tails(ancestors, slots.lengths).clamp(min=0) + slots.first[:, None, None])[..., None, :]
+        parts = torch.arange(2 * heads, device=flat.device).view(2, 1, 1, heads, 1)  # keys and values, by head
+        index = (flat * (2 * heads) + parts).flatten()  # (2 * B * n * heads * TAIL,)
+
+        def attend(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
+        ) -> Tensor:
+            tail_mask = next(tails[kind] for kind in contexts if contexts[kind] is mask)
+            gathered = store.slots[layer].flatten(0, 2).index_select(0, index)
+            return attend_by_position(queries, keys, values, mask, gathered, tail_mask, scale, self.shapes.most)
+
+        return contexts if len(contexts) > 1 else next(iter(contexts.values())), attend
 
 
 def find_tails(ancestors: Tensor, lengths: Tensor, tail: int = TAIL) -> Tensor:
@@ -82,73 +96,83 @@ def find_tails(ancestors: Tensor, lengths: Tensor, tail: int = TAIL) -> Tensor:
 
 
 def position_masks(
-    windows: Windows, positions: Tensor, extent: int, dtype: torch.dtype, copies: int, rows: int
-) -> Masks:
-    """Make the masks of the first `extent` slots and then of the tail, for nodes at `positions` (B, n).
+    windows: Windows, positions: Tensor, extent: int, dtype: torch.dtype, shared: int, group: int, more: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Make masks of the contexts and of the tails of nodes at `positions` (B, n), added to scores, by kind of layer.
 
     Returns:
-        (B, 1, R, extent + TAIL), added to scores, R a multiple of `rows` that has room for copies * n; by kind of layer
-        if there are several.
+        (B, 1, R, extent), for the queries of a `group` that share keys, one below the other, and `more` that mean
+        nothing; (B * n * shared, 1, TAIL) in float32, for `shared` key heads.
     """
-    more = -positions.shape[1] * copies % rows
-    slots = torch.arange(extent, device=positions.device)
-    back, at = torch.arange(1 - TAIL, 1, device=positions.device), positions[..., None]
-    masks = {}
+    slots, back = (torch.arange(*ends, device=positions.device) for ends in ((0, extent), (1 - TAIL, 1)))
+    contexts, tails, at = {}, {}, positions[..., None]
     for kind, window in windows.items():
         hidden = (at - window).clamp(min=-1) if window else -1  # the last position that is not seen
-        seen = torch.cat([(slots <= at - TAIL) & (slots > hidden), at + back > hidden], dim=-1)
-        mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-        masks[kind] = pad(mask.repeat(1, copies, 1), (0, 0, 0, more))[:, None]
-    return masks if len(masks) > 1 else masks.popitem()[1]
+        context, tail = (slots > at - TAIL) | (slots <= hidden), at + back <= hidden  # where nothing is seen
+        context = torch.zeros_like(context, dtype=dtype).masked_fill_(context, torch.finfo(dtype).min)
+        contexts[kind] = pad(context.repeat(1, group, 1), (0, 0, 0, more))[:, None]
+        tail = torch.zeros(tail.shape, device=tail.device).masked_fill_(tail, torch.finfo(torch.float32).min)
+        tails[kind] = tail.flatten(0, 1).repeat_interleave(shared, 0)[:, None]
+    return contexts, tails
 
 
 def attend_by_position(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None, tail_slots: Tensor, most: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gathered: Tensor,
+    tail_mask: Tensor,
+    scale: float | None,
+    most: int,
 ) -> Tensor:
-    """Attend from (B, H, n, d) to a cache's keys and values (B, kv heads, S, d): (B, n, H, d).
+    """Attend from (B, H, n, d) to a context's keys and values (B, kv heads, S, d), and to tails: (B, n, H, d).
 
     Args:
-        mask: (B, 1, R, extent + TAIL), of `position_masks`, with copies for the heads that share keys.
-        tail_slots: (B, n, TAIL), of `find_tails`.
+        mask, tail_mask: of `position_masks`.
+        gathered: (2 * B * n * kv * TAIL, d) keys, then values, of the tails.
         most: queries that read a context together.
     """
-    extent, (batch, nodes) = mask.shape[-1] - TAIL, tail_slots.shape[:2]
-    grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, kv, g, n, d)
-    # 1. What is before the tails, for all nodes at once.
-    rows = grouped.shape[2] * nodes
-    folded = pad(grouped.flatten(2, 3), (0, 0, 0, mask.shape[2] - rows))  # (B, kv, R, d)
-    before = keys[:, :, :extent], values[:, :, :extent]
-    parts = [
-        _attend(some, *before, attn_mask=seen, scale=scale)
-        for some, seen in zip(folded.split(most, 2), mask[..., :extent].split(most, 2), strict=True)
-    ]
-    found = (torch.cat(part, dim=2)[:, :, :rows] for part in zip(*parts, strict=True))
-    context, norm = (x.unflatten(2, grouped.shape[2:4]).movedim(3, 1) for x in found)  # (B, n, kv, g, ...)
-    # 2. The tails, node by node, in float32: faster than bfloat16 for so few numbers.
-    by_node = grouped.movedim(3, 1).flatten(0, 1).float()  # (B * n, kv, g, d)
-    gathered = (_gather(x, tail_slots.flatten(1)).unflatten(0, (-1, TAIL)).transpose(1, 2) for x in (keys, values))
-    own_mask = mask[:, 0, :nodes, extent:].reshape(batch * nodes, 1, 1, TAIL).float()
-    own_mask = own_mask.expand(-1, -1, by_node.shape[2], -1)
-    tail, tail_norm = _attend(by_node, *gathered, attn_mask=own_mask, scale=scale)
-    # 3. One softmax over both. `sigmoid`, or a fused product and sum, may have other bits for other numbers of nodes.
-    tail, tail_norm = (x.unflatten(0, (batch, nodes)) for x in (tail, tail_norm))
-    first, second = torch.stack([norm, tail_norm], dim=-1).softmax(-1).split(1, dim=-1)  # (B, n, kv, g, 1)
-    return (context * first + tail * second).flatten(2, 3).to(queries.dtype)
+    batch, heads, nodes, width = queries.shape
+    shared, group = keys.shape[1], heads // keys.shape[1]
+    scale = width**-0.5 if scale is None else scale
+    # 1. The context, for all nodes at once.
+    folded = queries.reshape(batch, shared, group * nodes, width)
+    if more := mask.shape[2] - group * nodes:
+        folded = pad(folded, (0, 0, 0, more))
+    context, norm = _fold(folded, keys, values, mask, scale, most)  # (B, kv, R, d), (B, kv, R)
+    if more:
+        context, norm = context[:, :, : group * nodes], norm[..., : group * nodes]
+    if nodes > 1:
+        context, norm = (x.unflatten(2, (group, nodes)).movedim(3, 1) for x in (context, norm))  # (B, n, kv, g, …)
+    context, norm = context.reshape(-1, group, width), norm.reshape(-1, group, 1)  # (B * n * kv, g, …)
+    # 2. The tails, node by node, in one softmax with the context, which has its norm as a score; in float32.
+    tail_keys, tail_values = gathered.float().view(2, -1, TAIL, width).unbind()  # (B * n * kv, TAIL, d)
+    own = queries.transpose(1, 2).reshape(-1, group, width).float()  # (B * n * kv, g, d)
+    scores = torch.baddbmm(tail_mask, own, tail_keys.mT, alpha=scale)  # (B * n * kv, g, TAIL)
+    weights, share = torch.cat([scores, norm], dim=2).softmax(-1).split((TAIL, 1), dim=2)
+    joined = torch.baddbmm(context * share, weights, tail_values)
+    return joined.view(batch, nodes, heads, width).to(queries.dtype)
 
 
-def _gather(x: Tensor, slots: Tensor) -> Tensor:
-    """Take slots (B, m) of every row: (B, kv, S, d) -> (B * m, kv, d), in float32."""
-    if len(slots) == 1:  # several times as fast
-        return x[0].transpose(0, 1).index_select(0, slots[0]).float()
-    rows = torch.arange(len(slots), device=x.device)[:, None]
-    return x.transpose(1, 2)[rows, slots].flatten(0, 1).float()
+def _fold(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, most: int
+) -> tuple[Tensor, Tensor]:
+    """Attend to a context, at most so many queries at once: the output and the logarithm of the softmax's norm."""
+    if queries.shape[2] <= most:
+        return _attend(queries, keys, values, attn_mask=mask, scale=scale)
+    blocks = zip(queries.split(most, 2), mask.split(most, 2), strict=True)
+    parts = [_attend(some, keys, values, attn_mask=seen, scale=scale) for some, seen in blocks]
+    out, norm = (torch.cat(part, dim=2) for part in zip(*parts, strict=True))
+    return out, norm
 
 
 class Shapes(NamedTuple):
     """Shapes of the products in attention that sum in one order, whatever the tree."""
 
     rows: int  # the queries that read a context together are a multiple of so many,
-    most: int  # and at most so many
+    most: int  # and at most so many;
+    group_alone: bool  # or they are those of one node
     extents: tuple[int, ...]  # of a context, up to `BLOCK`
 
     def round_extent(self, count: int) -> int:
@@ -158,7 +182,7 @@ class Shapes(NamedTuple):
 
 
 @cache
-def find_shapes(dtype: torch.dtype, head_dim: int, threads: int) -> Shapes:
+def find_shapes(dtype: torch.dtype, head_dim: int, group: int, threads: int) -> Shapes:
     """Find by trial the fewest rows that sum in the order of many, and the extents that sum in the order of `BLOCK`.
 
     Keys that a mask hides add zeros, but products of some shapes sum in another order. What is summed here cancels, so
@@ -189,5 +213,6 @@ def find_shapes(dtype: torch.dtype, head_dim: int, threads: int) -> Shapes:
                 shapes = (rows, BLOCK), *((count, extent) for count in counts)
                 if all(agree(seen, *shapes) for seen in lengths if seen < extent):
                     extents.append(extent)
-            return Shapes(rows, most, (*extents, BLOCK))
+            group_alone = all(agree(seen, (rows, BLOCK), (group, BLOCK)) for seen in lengths)
+            return Shapes(rows, most, group_alone, (*extents, BLOCK))
     raise NotImplementedError("this CPU sums attention in an order that depends on the number of nodes")

@@ -23,7 +23,11 @@ def step_of(device: torch.device) -> int:
 
 
 class SlotStore:
-    """Keys and values of L attention layers: B rows of C slots, slot-major, so that one copy moves a token."""
+    """Keys and values of L attention layers: B rows of C slots, slot-major, so that one copy moves a token.
+
+    Attributes:
+        slots: (L, B * C, 2, H, d), keys before values.
+    """
 
     def __init__(
         self,
@@ -37,37 +41,41 @@ class SlotStore:
         device: torch.device,
     ):
         self.batch, self.capacity, self.device = batch, capacity, device
-        self.keys = torch.zeros(layers, batch * capacity, heads, head_dim, dtype=dtype, device=device)  # (L, B*C, H, d)
-        self.values = torch.zeros_like(self.keys)
+        self._set(torch.zeros(layers, batch * capacity, 2, heads, head_dim, dtype=dtype, device=device))
+
+    def _set(self, slots: Tensor) -> None:
+        self.slots = slots
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by layer and extent, as making them takes time
 
     def write(self, layers: int | slice, index: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values (layers if several, B, H, n, d) at flat slots `index` (B*n,)."""
-        self.keys[layers].index_copy_(-3, index, keys.transpose(-3, -2).flatten(-4, -3))
-        self.values[layers].index_copy_(-3, index, values.transpose(-3, -2).flatten(-4, -3))
+        new = torch.stack((keys.transpose(-3, -2), values.transpose(-3, -2)), dim=-3)  # (…, B, n, 2, H, d)
+        self.slots[layers].index_copy_(-4, index, new.flatten(-5, -4))
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy flat slots `source` (n,) to flat slots `destination` (n,), in every layer."""
-        self.keys.index_copy_(1, destination, self.keys[:, source])
-        self.values.index_copy_(1, destination, self.values[:, source])
+        self.slots.index_copy_(1, destination, self.slots[:, source])
 
     def view(self, layer: int, extent: int) -> tuple[Tensor, Tensor]:
         """View the first `extent` slots of every row of a layer: keys and values (B, H, extent, d)."""
-        keys, values = self._by_row(self.keys[layer], 0), self._by_row(self.values[layer], 0)
-        return keys[:, :extent].transpose(1, 2), values[:, :extent].transpose(1, 2)
+        if (layer, extent) not in self._views:
+            rows = self.slots[layer].unflatten(0, (self.batch, self.capacity))[:, :extent]  # (B, extent, 2, H, d)
+            self._views[layer, extent] = rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
+        return self._views[layer, extent]
 
     def clear(self) -> None:
         """Write zeros everywhere: a hidden slot has weight 0, but 0 times NaN is NaN."""
-        self.keys.zero_()
-        self.values.zero_()
+        self.slots.zero_()
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._set(self.slots.new_empty(0, 0, 2, 1, 1))
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        self.keys = self._by_row(self.keys, 1)[:, rows].flatten(1, 2)
-        self.values = self._by_row(self.values, 1)[:, rows].flatten(1, 2)
+        kept = self.slots.unflatten(1, (self.batch, self.capacity))[:, rows].flatten(1, 2)
         self.batch = len(rows)
-
-    def _by_row(self, slots: Tensor, dim: int) -> Tensor:
-        return slots.unflatten(dim, (self.batch, self.capacity))
+        self._set(kept)
 
 
 class Slots:
@@ -124,8 +132,12 @@ class Slots:
 
     def flat_index(self, offsets: Tensor) -> Tensor:
         """Return the slots at `offsets` (B or 1, n) from each row's length, as flat indices (B*n,)."""
-        rows = torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
-        return ((rows + self.lengths)[:, None] + offsets).flatten()
+        return ((self.first + self.lengths)[:, None] + offsets).flatten()
+
+    @property
+    def first(self) -> Tensor:
+        """The first slot of each row, as a flat index: (B,)."""
+        return torch.arange(len(self.lengths), device=self.lengths.device) * self.capacity
 
     def advance_device(self, counts: Tensor | int) -> None:
         """Count the next slots as verified, `counts` (B,) or the same number in every row; the host is not told."""
@@ -171,7 +183,9 @@ class _Layer(CacheLayerMixin):
         pass  # the store is allocated with the cache
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        self.store.write(self.layer, self.slots.index.to(self.store.device), key_states, value_states)
+        index = self.slots.index
+        index = index if index.device == self.store.device else index.to(self.store.device)
+        self.store.write(self.layer, index, key_states, value_states)
         return self.store.view(self.layer, self.slots.extent)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -214,7 +228,7 @@ class TreeCache(Cache):
         """Give the memory back: no text fits any more."""
         self.slots.host_lengths = []
         for store in self.stores.values():
-            store.keys = store.values = store.keys.new_empty(0)
+            store.free()
 
     def append(self, counts: list[int]) -> None:
         """Keep the first counts[b] tokens of the last forward."""

@@ -84,7 +84,7 @@ def find_by_position(target: "Target", asked: bool | None) -> "Reader | None":
 
 def _reader(target: "Target") -> "Reader":
     if target.device.type == "cpu":
-        return ByPosition(target.dtype, target.spec.head_dim)
+        return ByPosition(target.dtype, target.spec.head_dim, target.spec.heads // target.spec.kv_heads)
     try:
         from poss_lightning.target.tree_kernel import TreeKernel
     except ImportError as error:

@@ -15,7 +15,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 GROUPED = "poss_grouped"
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor, float | None], Tensor]  # queries, keys, values, mask, scale
+# The number of the layer, its queries, keys and values, the mask and the factor of scores.
+Attention = Callable[[int, Tensor, Tensor, Tensor, Tensor, float | None], Tensor]
 NODES = 128  # more queries than that are a text, whose mask would grow more than keys and values
 
 
@@ -50,7 +51,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' modules ask: (B, H, n, d) to (B, kv heads, S, d) -> (B, n, H, d)."""
     if attention := getattr(module.config, "poss_attention", None):
-        return attention(query, key, value, attention_mask, options.get("scaling")), None
+        return attention(module.layer_idx, query, key, value, attention_mask, options.get("scaling")), None
     shares = query.shape[1] > key.shape[1] and query.shape[2] <= NODES
     if attention_mask is None or attention_mask.shape[1] > 1 or not shares or options.get("position_bias") is not None:
         mask = attention_mask if attention_mask is None else attention_mask[:, :, : query.shape[2]]
@@ -63,7 +64,7 @@ AttentionInterface.register(GROUPED, _attend)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
-def mask_copies(config: PreTrainedConfig, nodes: int = 1) -> int:
+def mask_copies(config: PreTrainedConfig, nodes: int) -> int:
     """Count the copies of a mask of so many nodes that `grouped_attention` stacks, in every layer alike."""
     if config._attn_implementation != GROUPED or nodes > NODES:
         return 1

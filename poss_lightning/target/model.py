@@ -20,7 +20,13 @@ from poss_lightning.target.by_position import ByPosition
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.checks import check_target, find_by_position
-from poss_lightning.target.describe import decoding_copy, embed_head_of, fingerprint, plain_embed_head, spec_of
+from poss_lightning.target.describe import (
+    decoding_copy,
+    embed_head_of,
+    fingerprint,
+    plain_embed_head,
+    spec_of,
+)
 from poss_lightning.target.grouped_attention import attending_by, mask_copies
 from poss_lightning.target.loading import explain_failure, load_config, load_model
 from poss_lightning.target.masks import layer_masks, layer_windows
@@ -133,7 +139,7 @@ class Target(nn.Module):
         self.embed_head = embed_head_of(self.model, self.spec)
         self.by_position: ByPosition | None = None
         steady = self.device.type == "cpu" and self._asked_exact is not False
-        self.backbone, self._steady = decoding_copy(self.model, steady)
+        self.backbone, self._decoding = decoding_copy(self.model, steady)
         self.config = self.backbone.config.get_text_config()
         self._head_product = (Steady if steady else product_with)(self.embed_head.head)
         if self.device.type == "cuda":
@@ -210,13 +216,11 @@ class Target(nn.Module):
             tokens, ancestors, cache, layers: see `forward_tree`.
             exact: with the bits of plain decoding, if the target can; the tree keeps the `limit` of `by_position`.
         """
-        if not (exact and self.by_position):
-            features, draft_input = self.forward_tree(tokens, ancestors, cache, layers)
-            return draft_input, self.logits(features)
-        nodes = tokens.shape[1]
-        with self._steady.on():
-            filled = self.by_position.fill(tokens, ancestors)
-            features, draft_input = self.forward_tree(*filled, cache, layers, exact=True)
+        nodes, exact = tokens.shape[1], exact and self.exact
+        if exact and self.by_position:
+            tokens, ancestors = self.by_position.fill(tokens, ancestors)
+        with self._decoding.on():
+            features, draft_input = self.forward_tree(tokens, ancestors, cache, layers, exact)
             return draft_input[:, :nodes], self.logits(features)[:, :nodes]
 
     def forward_tree(
@@ -245,8 +249,8 @@ class Target(nn.Module):
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         angles = positions.clamp(max=self.spec.context - 1)
         if exact and self.by_position:
-            copies = mask_copies(self.config)
-            mask, attention = self.by_position.read(self.windows, ancestors, positions, slots, copies)
+            group = self.spec.heads // self.spec.kv_heads
+            mask, attention = self.by_position.read(self.windows, ancestors, positions, cache, group)
             attending = attending_by(attention, self.config)
         else:
             # Once for all layers, if they lie on one device and have the same heads; others repeat it for themselves.

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from poss_lightning.target.cache import Slots
+from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.grouped_attention import Attention
 from poss_lightning.target.masks import Masks, Windows
 
@@ -46,15 +46,17 @@ class TreeKernel:
         return pad(tokens, (0, more)), wide
 
     def read(
-        self, windows: Windows, ancestors: Tensor, positions: Tensor, slots: Slots, copies: int
+        self, windows: Windows, ancestors: Tensor, positions: Tensor, cache: TreeCache, group: int
     ) -> tuple[Masks, Attention]:
         """Return masks of a tree's nodes, which only stand for the windows, and the attention that they are for."""
         masks = {kind: positions.new_zeros(1, 1, 1, 1) for kind in windows}
         depths, paths = find_paths(ancestors)
 
-        def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        def attend(
+            layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None
+        ) -> Tensor:
             window = next(window for kind, window in windows.items() if masks[kind] is mask)
-            return tree_attention(queries, keys, values, slots.lengths, depths, paths, scale, window)
+            return tree_attention(queries, keys, values, cache.slots.lengths, depths, paths, scale, window)
 
         return masks if len(masks) > 1 else next(iter(masks.values())), attend
 

@@ -130,7 +130,7 @@ def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(d
     draft, calls = tiny_draft(deep, [2, 2, 2], kv=kv), []
     drafter = TreeDrafter(draft, deep.embed_head, Plan())
     drafter.start(Slots(1, 128, torch.device("cpu")))
-    assert len(drafter.store.keys) == layers
+    assert len(drafter.store.slots) == layers
     _, embedded, features = inputs(deep)
     for layer in draft.layers:
         layer.keys_values = lambda z, rope, layer=layer, plain=layer.keys_values: calls.append(layer) or plain(z, rope)

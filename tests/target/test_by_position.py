@@ -10,7 +10,7 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target import by_position
 from poss_lightning.target.by_position import TAIL, ByPosition, find_tails
-from poss_lightning.target.cache import Slots
+from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.model import Target
 from tests.support import naive
 from tests.support.decoders import drawn, plant_in_tree, speculate
@@ -40,13 +40,15 @@ def test_the_gathered_tails_are_the_drawing():
 
 def attend(queries, keys, values, ancestors, lengths, window=None):
     """By position: (B, H, n, d), (B, kv, S, d) twice, (B, n, n), (B,) -> (B, n, H, d)."""
-    slots = Slots(len(lengths), keys.shape[2], torch.device("cpu"))
-    slots.lengths.copy_(torch.tensor(lengths))
-    slots.host_lengths = lengths
-    positions = slots.lengths[:, None] + ancestors.sum(-1) - 1
-    reader = ByPosition(queries.dtype, queries.shape[-1])
-    mask, attention = reader.read({"full": window}, ancestors, positions, slots, queries.shape[1] // keys.shape[1])
-    return attention(queries, keys, values, mask, None)
+    batch, shared, extent, width = keys.shape
+    cpu, sizes = torch.device("cpu"), {"heads": shared, "head_dim": width, "dtype": keys.dtype}
+    cache = TreeCache([cpu], cpu, batch, extent, **sizes)
+    cache.append(lengths)
+    cache.stores[cpu].write(0, torch.arange(batch * extent), keys, values)
+    positions = cache.slots.lengths[:, None] + ancestors.sum(-1) - 1
+    group = queries.shape[1] // shared
+    mask, attention = ByPosition(keys.dtype, width, group).read({"": window}, ancestors, positions, cache, group)
+    return attention(0, queries, *cache.stores[cpu].view(0, cache.slots.extent), mask, None)
 
 
 def inputs(heads, lengths, dtype, nodes=30):

@@ -35,7 +35,7 @@ def test_keys_lie_beside_their_layers_and_follow_a_path():
     """The devices are two names of one."""
     cpu, far = torch.device("cpu"), torch.device("cpu:0")
     cache = TreeCache([cpu, far, cpu], cpu, 2, 9, heads=2, head_dim=8, dtype=torch.float32)
-    assert [len(store.keys) for store in cache.stores.values()] == [2, 1]
+    assert [len(store.slots) for store in cache.stores.values()] == [2, 1]
     torch.manual_seed(0)
     states = torch.randn(3, 2, 2, 2, 4, 8)  # of layers: keys and values of two rows, (B, H, n, d) each
     cache.slots.open(4)

@@ -40,7 +40,7 @@ def test_inner_layers_are_the_hidden_states_of_transformers():
 
 @pytest.mark.parametrize("heads, shared, nodes", [(6, 2, 5), (4, 4, 3), (6, 2, grouped_attention.NODES + 1)])
 def test_heads_in_groups_attend_as_repeated_ones(heads, shared, nodes):
-    module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True)
+    module = SimpleNamespace(num_key_value_groups=heads // shared, is_causal=True, config=SimpleNamespace())
     query, key, value = (torch.randn(2, n, m, 8) for n, m in ((heads, nodes), (shared, 200), (shared, 200)))
     mask = torch.rand(2, 1, nodes, 200) > 0.5
     expected = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)[0]
@@ -75,7 +75,7 @@ def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
     said, old = loop.generate([[5, 6]], 4, frozenset()), loop.cache
 
     def full(*_):
-        assert not any(store.keys.numel() or store.values.numel() for store in old.stores.values())
+        assert not any(store.slots.numel() for store in old.stores.values())
         raise torch.OutOfMemoryError("full")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
