@@ -44,6 +44,7 @@ def load(
     device: str = "auto",
     tree: Literal["auto", "fixed"] = "auto",
     chat_template_kwargs: dict[str, Any] | None = None,
+    exact: bool | None = None,
 ) -> "Model":
     """Load a target, sped up by a draft.
 
@@ -58,22 +59,25 @@ def load(
         device: "auto" ("cuda", else "mps", else "cpu"), or one of these.
         tree: "auto" sizes trees by expected tokens per second on this machine, within the plan; "fixed" follows it.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
+        exact: draft the very tokens of plain decoding, bit for bit, in any dtype; None does so on a CPU where a trial
+            agrees (`Model.exact` says whether), True also on a GPU, where it takes time.
 
     Raises:
         FileNotFoundError: target or draft does not exist.
-        ValueError: a target that is not supported or not the draft's, or a folder that holds no draft.
+        ValueError: a target that is not supported, not the draft's, or not exact where that was asked; or a folder that
+            holds no draft.
     """
     if isinstance(draft, str | Path):
         draft = load_draft(draft)  # first, as a target takes its time
     if isinstance(target, str | Path):
-        loaded = Target.load(str(target), dtype, device, chat_template_kwargs=chat_template_kwargs)
+        loaded = Target.load(str(target), dtype, device, chat_template_kwargs=chat_template_kwargs, exact=exact)
     elif (dtype, device) != ("auto", "auto"):
         raise ValueError(f"dtype is {dtype} and device {device}; a {type(target).__name__} in hand keeps its own")
     elif tokenizer is None:
         raise ValueError(f"tokenizer is None; a {type(target).__name__} in hand needs its own")
     else:
         name = target.config.name_or_path or type(target).__name__
-        loaded = Target(target, tokenizer, name, chat_template_kwargs)
+        loaded = Target(target, tokenizer, name, chat_template_kwargs, exact)
     plan = plan or Plan(lookup=choose_lookup(None, draft is not None, tree))
     if draft is None and not plan.lookup:
         return Model(Autoregressive(loaded))
@@ -99,6 +103,11 @@ class Model:
     def device(self) -> torch.device:
         """Where the target computes."""
         return self.target.device
+
+    @property
+    def exact(self) -> bool:
+        """Whether its texts are plain decoding's, bit for bit."""
+        return self.decoder.exact
 
     @property
     def tau(self) -> float | None:

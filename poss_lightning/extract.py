@@ -91,11 +91,13 @@ def extract(
         from poss_lightning.serving.features import vllm_reader
 
         where = choose_device(device)
-        model = Target.load(target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs)
+        model = Target.load(
+            target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs, exact=False
+        )
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
         where, reader = device_of(rank, device), TargetReader
-        model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs)
+        model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs, exact=False)
     write_store(
         folder,
         model,

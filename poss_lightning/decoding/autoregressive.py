@@ -19,7 +19,7 @@ class Autoregressive(Decoder):
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
-        self.target, self.loop = target, PlainLoop(target, graphs)
+        self.target, self.loop, self.exact = target, PlainLoop(target, graphs), True
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:

@@ -58,9 +58,14 @@ class Progress(NamedTuple):
 
 
 class Decoder(ABC):
-    """Continues prompts."""
+    """Continues prompts.
+
+    Attributes:
+        exact: whether its texts are those of our plain loop, bit for bit.
+    """
 
     target: Target
+    exact = False
 
     @abstractmethod
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:

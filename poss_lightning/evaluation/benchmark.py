@@ -56,6 +56,7 @@ def benchmark(
     dtype: str = "auto",
     device: str = "auto",
     parallel: Parallel = "none",
+    exact: bool | None = None,
     **plan: Any,
 ) -> None:
     """Decode suites of prompts with every method and write rounds.parquet, answers.parquet and run.json.
@@ -78,8 +79,7 @@ def benchmark(
         tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
             earlier in the text join its trees; 0 for no such methods.
-        temperature: sampling temperature; 0 is greedy. Drafts and our own loop draw alike, so in float32 their answers
-            are the same.
+        temperature: sampling temperature; 0 is greedy. Drafts and our own loop draw alike.
         top_k: sample among the k most likely tokens; 0 for all.
         top_p: sample among the most likely tokens that hold this probability.
         seed: seed of sampling.
@@ -88,10 +88,10 @@ def benchmark(
             default, and `lookup` (our loop with 10 looked-up tokens and no draft).
         repeats: how often each answer is decoded.
         graphs: run the steps of drafts and of our own loop as CUDA graphs; by default on CUDA.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32; only in float32 are answers
-            equal to the baselines' to the last token.
+        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
         parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
+        exact: draft the tokens of plain decoding, bit for bit, in any dtype; by default on a CPU where a trial agrees.
         **plan: sizes of trees; see `Plan`.
     """
     suites = [suites] if isinstance(suites, str) else suites
@@ -103,7 +103,7 @@ def benchmark(
     loaded = {name: load_draft(folder) for name, folder in drafts.items()}
     sampling = Sampling(temperature, top_k, top_p)
     questions = read_suites(suites, limit)
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs, exact=exact)
     earlier = read_json(note) if (note := Path(out, RUN)).is_file() else {}
     model.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
     for question in questions:  # a prompt that is too long is refused before anything is written

@@ -45,6 +45,7 @@ def generate(
     dtype: str = "auto",
     device: str = "auto",
     parallel: Parallel = "none",
+    exact: bool | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     compare: bool = True,
     chat: bool = False,
@@ -74,6 +75,7 @@ def generate(
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token.
+        exact: draft the tokens of plain decoding, bit for bit, in any dtype; by default on a CPU where a trial agrees.
         **plan: sizes of trees; see `Plan`.
     """
     tree = tree or ("fixed" if show else "auto")
@@ -84,7 +86,7 @@ def generate(
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = load_draft(draft) if draft else None
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs, exact=exact)
     alone = Autoregressive(model)
     decoder = Speculative.from_draft(model, loaded, sizes, tree) if loaded or sizes.lookup else alone
 

@@ -56,7 +56,7 @@ class OnlineFeatures(SampleSource):
         conversations = read_conversations(corpus)
         device, spared = ("cpu", None) if parallel == "none" else ("auto", local_rank())  # on a CPU until a batch moves
         dtype = choose_dtype(dtype, choose_device())
-        model = Target.load(target, dtype, device, parallel, spared, chat_template_kwargs)
+        model = Target.load(target, dtype, device, parallel, spared, chat_template_kwargs, exact=False)
         tell = this_rank().rank == 0
         return cls(model, tokenize(model, conversations, within_context(model, max_length, tell), tell))
 

@@ -85,12 +85,12 @@ def convert(
         return _report(out, draft.config)
     if ours:
         draft = _load_ours(source)
-        loaded = Target.load(target, dtype=None, device="cpu")
+        loaded = Target.load(target, dtype=None, device="cpu", exact=False)
         difference = draft.config.target.difference(loaded.spec)
         refuse((difference is not None, f"{source} was trained for a different target: {difference}"))
     else:
         published = read_published(source, input_format, allocation)
-        loaded = Target.load(target, dtype=None, device="cpu")
+        loaded = Target.load(target, dtype=None, device="cpu", exact=False)
         try:
             draft = parse_published(published, loaded)
             refuse(*((True, str(problem)) for problem in draft.problems))
