@@ -127,6 +127,7 @@ def benchmark(
         "chat_template_kwargs": model.chat.template.variables or None,
         "graphs": graphs,
         "dtype": model.dtype_name,
+        "exact": model.exact,
         "device": str(model.device),
         "fingerprint": model.spec.fingerprint,
         "questions": digest(questions),

@@ -102,7 +102,7 @@ def generate(
         decoded = ask(decoder, limit=max_new_tokens, watch=_shown(decoder, pieces, show))
         said = model.chat.text(decoded.tokens)
         plain = ask(alone, limit=len(decoded.tokens)) if is_compared else None
-        print(f"{printable(said if show else pieces.rest())}\n\n{_speed(decoded, plain, model.dtype_name)}")
+        print(f"{printable(said if show else pieces.rest())}\n\n{_speed(decoded, plain, decoder)}")
         if isinstance(decoder, Speculative) and (why := decoder.why_plain):
             logger.info("%s. --tree fixed drafts nevertheless", why)
         messages.append({"role": "assistant", "content": said})
@@ -151,7 +151,7 @@ def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Prog
     return draw_round if show else print_tokens
 
 
-def _speed(decoded: Decoded, plain: Decoded | None, dtype: str) -> str:
+def _speed(decoded: Decoded, plain: Decoded | None, decoder: Decoder) -> str:
     """Describe how fast an answer was decoded, with τ, and compared with plain decoding."""
     rate = _rate(decoded)
     line = f"{len(decoded.tokens)} tokens, {rate:.1f} tokens/s"
@@ -161,7 +161,9 @@ def _speed(decoded: Decoded, plain: Decoded | None, dtype: str) -> str:
         line += f", τ {fmean(decoded.accepted) + 1:.2f}"
     if plain:
         same = decoded.tokens == plain.tokens
-        output = "same tokens" if same else f"output differs (near-ties under {dtype} rounding)"
+        output = "same tokens" if same else f"output differs (near-ties under {decoder.target.dtype_name} rounding)"
+        if decoder.exact:
+            output = "the same tokens, bit for bit" if same else "output differs, which is a bug: please report it"
         line += f", {rate / _rate(plain):.2f} × plain decoding ({_rate(plain):.1f} tokens/s), {output}"
     return line
 

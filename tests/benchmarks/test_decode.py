@@ -5,12 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 
 from benchmarks import decode, soak
 from benchmarks.measure import in_turn, spread
-from poss_lightning.sampling import Sampling
-from tests.support.tiny import tiny_draft, tiny_target
+from tests.support.tiny import tiny_draft
 from tests.support.tolerance import close
 
 
@@ -52,17 +50,5 @@ def test_a_soak_stops_at_a_mismatch_and_names_its_case(monkeypatch):
         return [replace(row, tokens=[*row.tokens[:-1], 319 - row.tokens[-1]]) for row in plain(*args)]
 
     monkeypatch.setattr(soak.Speculative, "decode", wrong)
-    with pytest.raises(soak.Mismatch, match=r"--seed 7, tiny: row \d of \d, token \d+"):
+    with pytest.raises(soak.Mismatch, match=r"--seed 7, tiny: row \d of \d: \["):
         soak.soak(1, seed=7)
-
-
-def test_only_rounding_excuses_a_mismatch():
-    """Two tokens with the same row of the head tie; the second most likely one does not."""
-    target = tiny_target()
-    case = replace(soak.make_case(3, target, ["A horse."], 6, 5, 4), prompts=[[5, 6, 7], [8]], sampling=Sampling())
-    logits = target.embed_head.logits(target.text_features(torch.tensor([[8]])))[0, -1]
-    best, second = logits.topk(2).indices.tolist()
-    assert not soak.is_tie(target, case, case.prompts, 1, [], {best, second})
-    twin = (best + 1) % 320
-    target.embed_head.head.data[twin] = target.embed_head.head[best]
-    assert soak.is_tie(target, case, case.prompts, 1, [], {best, twin})
