@@ -134,8 +134,8 @@ def make_steady(module: nn.Module, pack: bool) -> Switch:
 
 
 def _set_product(layer: nn.Linear, product: Product) -> None:
-    def forward(x: Tensor) -> Tensor:
-        return linear(x, layer.weight, layer.bias) if torch.is_grad_enabled() else product(x)
+    def forward(input: Tensor) -> Tensor:
+        return linear(input, layer.weight, layer.bias) if torch.is_grad_enabled() else product(input)
 
     layer.forward = forward
 
@@ -143,12 +143,12 @@ def _set_product(layer: nn.Linear, product: Product) -> None:
 def _set_steady(layer: nn.Linear, switch: Switch, layout: int | None, steady: Product, usual: Product) -> None:
     by_layout = layout == TREE and _pays(layer.weight)
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(input: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return linear(x, layer.weight, layer.bias)
+            return linear(input, layer.weight, layer.bias)
         if switch.is_on:
-            return steady(x)
-        return usual(x) if by_layout else linear(x, layer.weight, layer.bias)
+            return steady(input)
+        return usual(input) if by_layout else linear(input, layer.weight, layer.bias)
 
     layer.forward = forward
 

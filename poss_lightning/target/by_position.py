@@ -135,12 +135,12 @@ def attend_by_position(
     """
     batch, heads, nodes, width = queries.shape
     shared, group = keys.shape[1], heads // keys.shape[1]
-    scale = width**-0.5 if scale is None else scale
+    factor = width**-0.5 if scale is None else scale
     # 1. The context, for all nodes at once.
     folded = queries.reshape(batch, shared, group * nodes, width)
     if more := mask.shape[2] - group * nodes:
         folded = pad(folded, (0, 0, 0, more))
-    context, norm = _fold(folded, keys, values, mask, scale, most)  # (B, kv, R, d), (B, kv, R)
+    context, norm = _fold(folded, keys, values, mask, factor, most)  # (B, kv, R, d), (B, kv, R)
     if more:
         context, norm = context[:, :, : group * nodes], norm[..., : group * nodes]
     if nodes > 1:
@@ -149,7 +149,7 @@ def attend_by_position(
     # 2. The tails, node by node, in one softmax with the context, which has its norm as a score; in float32.
     tail_keys, tail_values = gathered.float().view(2, -1, TAIL, width).unbind()  # (B * n * kv, TAIL, d)
     own = queries.transpose(1, 2).reshape(-1, group, width).float()  # (B * n * kv, g, d)
-    scores = torch.baddbmm(tail_mask, own, tail_keys.mT, alpha=scale)  # (B * n * kv, g, TAIL)
+    scores = torch.baddbmm(tail_mask, own, tail_keys.mT, alpha=factor)  # (B * n * kv, g, TAIL)
     weights, share = torch.cat([scores, norm], dim=2).softmax(-1).split((TAIL, 1), dim=2)
     joined = torch.baddbmm(context * share, weights, tail_values)
     return joined.view(batch, nodes, heads, width).to(queries.dtype)

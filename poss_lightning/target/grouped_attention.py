@@ -43,7 +43,7 @@ def attending_by(attention: Attention, config: PreTrainedConfig) -> Iterator[Non
     try:
         yield
     finally:
-        del config.poss_attention
+        vars(config).pop("poss_attention")
 
 
 def _attend(

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from poss_lightning.files import fetch
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.prepack import Steady, product_with
 from poss_lightning.target import embedded
-from poss_lightning.target.by_position import ByPosition
 from poss_lightning.target.cache import TreeCache
 from poss_lightning.target.chat import Chat
 from poss_lightning.target.checks import check_target, find_by_position
@@ -33,6 +32,9 @@ from poss_lightning.target.masks import layer_masks, layer_windows
 from poss_lightning.target.placement import Parallel, placement
 from poss_lightning.target.template import Variables, token_ids
 from poss_lightning.terminal import announced
+
+if TYPE_CHECKING:
+    from poss_lightning.target.checks import Reader
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
 
@@ -137,7 +139,7 @@ class Target(nn.Module):
     def _find_parts(self) -> None:
         """Find the model's embedding and head, copy the rest for decoding; and where a layer keeps keys and values."""
         self.embed_head = embed_head_of(self.model, self.spec)
-        self.by_position: ByPosition | None = None
+        self.by_position: Reader | None = None
         steady = self.device.type == "cpu" and self._asked_exact is not False
         self.backbone, self._decoding = decoding_copy(self.model, steady)
         self.config = self.backbone.config.get_text_config()

@@ -10,8 +10,8 @@ The ancestors of a node among the new nodes stand in slots by their numbers, so 
 from functools import partial
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -100,7 +100,7 @@ def tree_attention(
     if not INTERPRETED:
         sizes |= {"enable_fp_fusion": False}  # else a product and a sum round once here and twice there
     common = lengths, depths, scale, nodes, group, kv, splits, *queries.stride()[:3], *keys.stride()[:3], of_text[0]
-    _context[splits, triton.cdiv(nodes * group, ROWS), batch * kv](
+    _context[splits, triton.cdiv(nodes * group, ROWS), batch * kv](  # pyright: ignore[reportIndexIssue]
         queries,
         keys,
         values,
@@ -114,7 +114,7 @@ def tree_attention(
         **sizes,
     )
     grouped = max(16, triton.next_power_of_2(group))
-    _tail[nodes, batch * kv](
+    _tail[nodes, batch * kv](  # pyright: ignore[reportIndexIssue]
         queries, keys, values, sums, highest, norms, *common, out, paths, of_text[1], paths.stride(1), GROUP=grouped,
         num_warps=4, num_stages=1, **sizes,
     )  # fmt: skip
