@@ -6,7 +6,7 @@ seed, the place and the token id. So the batch and the drafts change no token: s
 plain sampling. A draft that sees this noise proposes the tokens that the target is about to draw (arXiv 2408.07978).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,20 +101,33 @@ class TokenSampler:
         generator: torch.Generator | None = None,
         seeds: list[int] | None = None,
     ) -> None:
-        """Sample these texts from now on; if drawn, with these seeds or those of the generator."""
+        """Sample these texts from now on; if drawn, with these seeds or those of the generator.
+
+        Texts beyond the B of the sampler wait for `put`.
+        """
         self.kind = sampling.kind
         self.temperature.fill_(sampling.temperature)
         self.sampling, self.seeds = sampling, []
         if sampling.temperature:
             drawn = text_seeds(len(prompts), generator) if seeds is None else torch.tensor(seeds)
-            self.keys.copy_(text_keys(drawn))
+            self.keys.copy_(text_keys(drawn[: len(self.keys)]))
             self.seeds = drawn.tolist()
         if self.kind.repetition_penalty != 1:
-            if len(self.in_text) != len(prompts):
-                self.in_text = self.in_text.new_zeros(len(prompts), len(self.ids))
-            self.in_text.zero_()
-            for row, prompt in zip(self.in_text, prompts, strict=True):
-                row[torch.tensor(prompt, device=row.device)] = True
+            if len(self.in_text) != len(self.keys):
+                self.in_text = self.in_text.new_zeros(len(self.keys), len(self.ids))
+            self._read(enumerate(prompts[: len(self.keys)]))
+
+    def put(self, rows: list[int], prompts: Sequence[Sequence[int]], seeds: list[int]) -> None:
+        """Let these rows be other texts; with seeds, if they are drawn."""
+        if seeds:
+            self.keys[rows] = text_keys(torch.tensor(seeds)).to(self.keys.device)
+        if self.kind.repetition_penalty != 1:
+            self._read(zip(rows, prompts, strict=True))
+
+    def _read(self, prompts: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Set which tokens the text of each of these rows has."""
+        for row, prompt in prompts:
+            self.in_text[row].zero_()[torch.tensor(prompt, device=self.in_text.device)] = True
 
     def noise(self, places: Tensor) -> Tensor | None:
         """Return the noise T g at `places` (B, n) of the texts, prompts included: (B, n, V); None at temperature 0."""

@@ -25,6 +25,7 @@ from poss_lightning.work import begun_with
 
 CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
 DIALOGUES, ANSWERS = 128, 32  # side by side, without and with prompts
+PART = 4  # times as many answers are finished together: rows that are free take the next prompts
 ALONE = (
     "turns",
     "user_temperature",
@@ -134,10 +135,11 @@ def answer_questions(
     with corpus.claim({**settings, "questions": digest([questions[place] for place in order])}):
         written: dict[int, Messages] = {}
         loop = PlainLoop(target)
-        for number, start in enumerate(tqdm(range(0, len(order), batch_size), unit="batch", desc="answer")):
-            places = order[start : start + batch_size]
+        size = PART * batch_size
+        for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
+            places = order[start : start + size]
             batch, draws = [questions[place] for place in places], seed * 1_000_003 + number
-            conversations = corpus.batch(number, partial(_answer_batch, loop, batch, answer, draws))
+            conversations = corpus.batch(number, partial(_answer_batch, loop, batch, answer, draws, batch_size))
             written |= zip(places, conversations, strict=True)
         kept = [_record(questions[place], written[place], target) for place in lengths if written[place]]
         why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
@@ -158,7 +160,7 @@ def _record(question: Question, messages: Messages, target: Target) -> dict[str,
 
 
 @torch.inference_mode()
-def _answer_batch(loop: PlainLoop, questions: list[Question], choice: Choice, seed: int) -> list[Messages]:
+def _answer_batch(loop: PlainLoop, questions: list[Question], choice: Choice, seed: int, size: int) -> list[Messages]:
     """Return a conversation per question.
 
     It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens
@@ -176,7 +178,7 @@ def _answer_batch(loop: PlainLoop, questions: list[Question], choice: Choice, se
                 asked[row] = [*(conversations[row] or questions[row].opening), text]
         prompts = [chat.prompt(messages, questions[row].template) for row, messages in asked.items()]
         unfinished = []
-        for row, answer in zip(asked, write_turn(loop, prompts, choice, generator), strict=True):
+        for row, answer in zip(asked, write_turn(loop, prompts, choice, generator, size), strict=True):
             if answer and answer["content"].strip():
                 conversations[row] = [*asked[row], answer]
                 unfinished += [row] if chat.is_plain(answer["tokens"]) else []

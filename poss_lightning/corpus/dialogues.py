@@ -121,7 +121,7 @@ def _write_batch(
             prompts = [chat.prompt(messages) for messages in conversations]
         continued: list[Messages] = []
         for messages, opening, written in zip(
-            conversations, beginnings, write_turn(loop, prompts, choice, generator), strict=True
+            conversations, beginnings, write_turn(loop, prompts, choice, generator, size), strict=True
         ):
             if written is None:
                 full.append(messages)
@@ -133,14 +133,17 @@ def _write_batch(
 
 
 def write_turn(
-    loop: PlainLoop, prompts: list[list[int]], choice: Choice, generator: torch.Generator
+    loop: PlainLoop, prompts: list[list[int]], choice: Choice, generator: torch.Generator, size: int
 ) -> list[Message | None]:
-    """Write the answer to each prompt, cut where the target's context is full; None where there is no room for any."""
+    """Write the answer to each prompt, cut where the target's context is full; None where there is no room for any.
+
+    Up to `size` are written side by side.
+    """
     target, (sampling, limit) = loop.target, choice
     rooms = [target.spec.context - len(prompt) for prompt in prompts]
     rows = [row for row, room in enumerate(rooms) if room > 0]
     limits, fitting = [min(limit, rooms[row]) for row in rows], [prompts[row] for row in rows]
-    texts = loop.generate(fitting, limits, target.chat.stops, sampling, generator) if rows else []
+    texts = loop.generate(fitting, limits, target.chat.stops, sampling, generator, size) if rows else []
     answers: list[Message | None] = [None] * len(prompts)
     for row, tokens, draw in zip(rows, texts, last_draws(loop.sampler, len(rows)), strict=True):
         answers[row] = target.chat.message(tokens) | ({"drawn": draw.values()} if draw else {})

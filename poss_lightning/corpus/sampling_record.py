@@ -33,4 +33,4 @@ class Draw(NamedTuple):
 
 def last_draws(sampler: TokenSampler, count: int) -> list[Draw | None]:
     """Return how a sampler drew its last `count` texts; None for greedy ones."""
-    return [Draw(sampler.sampling, seed) for seed in sampler.seeds] or [None] * count
+    return [Draw(sampler.sampling, seed) for seed in sampler.seeds[:count]] or [None] * count

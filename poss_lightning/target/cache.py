@@ -63,6 +63,11 @@ class SlotStore:
             self._views[layer, extent] = rows[:, :, 0].transpose(1, 2), rows[:, :, 1].transpose(1, 2)
         return self._views[layer, extent]
 
+    def put(self, rows: list[int], other: "SlotStore") -> None:
+        """Copy the rows of a store that is no longer to these rows."""
+        mine, others = (store.slots.unflatten(1, (store.batch, store.capacity)) for store in (self, other))
+        mine[:, rows, : other.capacity] = others
+
     def clear(self) -> None:
         """Write zeros everywhere: a hidden slot has weight 0, but 0 times NaN is NaN."""
         self.slots.zero_()
@@ -151,6 +156,12 @@ class Slots:
         """Keep only these rows of the batch."""
         self.host_lengths = [self.host_lengths[row] for row in rows]
         self.lengths = self.lengths[rows]
+
+    def put(self, rows: list[int], lengths: list[int]) -> None:
+        """Let these rows hold so many tokens."""
+        for row, length in zip(rows, lengths, strict=True):
+            self.host_lengths[row] = length
+        self.lengths[rows] = torch.tensor(lengths, device=self.lengths.device)
 
     def verified(self, older_than: int = 0) -> Tensor:
         """Return which slots are verified, without the newest `older_than` of them: (B, extent)."""
@@ -253,3 +264,8 @@ class TreeCache(Cache):
         self.slots.select(rows)
         for store in self.stores.values():
             store.select(rows)
+
+    def put(self, rows: list[int], other: "TreeCache") -> None:
+        """Copy the keys and values of a cache that is no longer to these rows."""
+        for each, store in self.stores.items():
+            store.put(rows, other.stores[each])

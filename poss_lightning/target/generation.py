@@ -14,6 +14,7 @@ from poss_lightning.target.masks import causal_ancestors
 from poss_lightning.target.model import Target
 
 PREFILL_BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
+FREE = 0.25  # of the rows of a batch: so many are refilled together, or dropped
 
 
 class OutputTracker:
@@ -129,12 +130,17 @@ class PlainLoop:
         stops: frozenset[int],
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
+        rows: int | None = None,
     ) -> list[list[int]]:
-        """Write each prompt's new tokens, up to and including a stop token; at most `limit`, of all or of each."""
+        """Write each prompt's new tokens, up to and including a stop token; at most `limit`, of all or of each.
+
+        Args:
+            rows: texts side by side, at most; all by default. The others begin where a quarter of the rows is free.
+        """
         texts: list[list[int]] = [[] for _ in prompts]
         limits = [limit] * len(prompts) if isinstance(limit, int) else limit
         with tqdm(desc="tokens", unit="token", leave=False, delay=2) as bar:
-            for tokens in self.steps(prompts, limits, stops, sampling, generator):
+            for tokens in self.steps(prompts, limits, stops, sampling, generator, rows=rows):
                 bar.update(len(tokens))
                 for prompt, token in tokens.items():
                     texts[prompt].append(token)
@@ -148,44 +154,68 @@ class PlainLoop:
         sampling: Sampling = GREEDY,
         generator: torch.Generator | None = None,
         clock: Clock | None = None,
+        rows: int | None = None,
     ) -> Iterator[dict[int, int]]:
-        """Yield the next token of every unfinished prompt, by its number; the first step reads the prompts.
+        """Yield the next token of every unfinished prompt that has a row, by its number.
 
-        The clock's parts are `prefill`, and `verify` for every later step, which is a forward of the target.
+        The clock's parts are `prefill`, when prompts are read, and `verify` for every other step, a forward of the
+        target.
         """
-        clock = clock or Clock(self.target.device)
+        clock, rows = clock or Clock(self.target.device), rows or len(prompts)
+        idle = max(0, rows - len(prompts)) if self.graphs.enabled else 0  # a smaller batch would need other graphs
+        prompts, outputs = [*prompts, *[[0]] * idle], OutputTracker([*limits, *[0] * idle], stops)
+        texts, waiting = list(range(len(prompts)))[:rows], list(range(len(prompts)))[rows:]  # with a row, and without
         with clock.part("prefill"):
-            self._prefill(prompts, max(limits), sampling, generator)
+            self._prefill(prompts, rows, max(limits), sampling, generator)
         self.request_id = request_id = self.request_id + 1
-        outputs, rows = OutputTracker(limits, stops), list(range(len(prompts)))  # the prompts still in the batch
         while True:
-            emitted = dict(zip(rows, self.tokens.tolist(), strict=True))  # the one synchronisation
-            step = {prompt: emitted[prompt] for prompt in outputs.active}
-            for prompt, token in step.items():
-                outputs.append(prompt, [token])
+            emitted = dict(zip(texts, self.tokens.tolist(), strict=True))  # the one synchronisation
+            step = {text: emitted[text] for text in texts if outputs.remaining[text]}
+            for text, token in step.items():
+                outputs.append(text, [token])
             yield step
-            if not (active := outputs.active):
+            free = [row for row, text in enumerate(texts) if not outputs.remaining[text]]
+            if len(free) == len(texts) and not waiting:
                 return
             if self.request_id != request_id:
                 raise RuntimeError("this loop has begun with other prompts: it decodes one batch at a time")
-            if not self.graphs.enabled and len(active) <= 0.75 * len(rows):  # finished rows cost time: drop them
-                kept = [rows.index(prompt) for prompt in active]
+            if waiting and len(free) >= FREE * len(texts):
+                begun, waiting = waiting[: len(free)], waiting[len(free) :]
+                with clock.part("prefill"):
+                    self._refill(refilled := free[: len(begun)], [prompts[text] for text in begun], begun)
+                for row, text in zip(refilled, begun, strict=True):
+                    texts[row] = text
+                free = free[len(begun) :]
+            if not waiting and not self.graphs.enabled and len(free) >= FREE * len(texts):  # they cost time: drop them
+                kept = sorted(set(range(len(texts))).difference(free))
                 self.cache.select(kept)
                 self.sampler.select(kept)
-                self.tokens, rows = self.tokens[kept], active
+                self.tokens, texts, free = self.tokens[kept], [texts[row] for row in kept], []
+            if free:  # idle: else they would outgrow the cache
+                self.cache.slots.put(free, [0] * len(free))
             self._step(clock)
 
     def _prefill(
-        self, prompts: list[list[int]], room: int, sampling: Sampling, generator: torch.Generator | None
+        self, prompts: list[list[int]], rows: int, room: int, sampling: Sampling, generator: torch.Generator | None
     ) -> None:
-        """Read the prompts; their first tokens are `self.tokens` (B,)."""
-        cache, _, last = prefill(self.target, prompts, room, self.cache)
+        """Read the first `rows` prompts; their first tokens are `self.tokens` (B,)."""
+        first = prompts[:rows]
+        room += max(map(len, prompts), default=0) - max(map(len, first), default=0)
+        cache, _, last = prefill(self.target, first, room, self.cache)
         if cache is not self.cache:  # what was captured reads other tensors
             self.graphs.clear()
             self.cache, self.tokens = cache, torch.zeros_like(cache.slots.lengths)  # (B,)
-            self.sampler = TokenSampler(len(prompts), self.target.spec.vocab_size, self.target.device)
+            self.sampler = TokenSampler(len(first), self.target.spec.vocab_size, self.target.device)
         self.sampler.begin(sampling, prompts, generator)
         self.tokens.copy_(self.sampler.next(self.target.logits(last), cache.slots.lengths))
+
+    def _refill(self, rows: list[int], prompts: list[list[int]], texts: list[int]) -> None:
+        """Give rows to other prompts, of these texts: the next step reads the last token of each once more."""
+        cache, *_ = prefill(self.target, prompts, room=0)
+        self.cache.put(rows, cache)
+        self.cache.slots.put(rows, [len(prompt) - 1 for prompt in prompts])
+        self.tokens[rows] = torch.tensor([prompt[-1] for prompt in prompts], device=self.tokens.device)
+        self.sampler.put(rows, prompts, [self.sampler.seeds[text] for text in texts if self.sampler.seeds])
 
     def _step(self, clock: Clock) -> None:
         """Read `self.tokens`, and put the next ones in their place."""

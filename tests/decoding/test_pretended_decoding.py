@@ -18,6 +18,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
 from tests.evaluation.test_replay import read
 from tests.support.decoders import PROMPTS, drawn, speculate
@@ -143,6 +144,17 @@ def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decode
         device.captures = 0
         tokens_of(decoder, law, PROMPTS[:1], seed=4, stops=())
         assert device.captures <= most
+
+
+def test_a_batch_that_lacks_a_text_and_one_that_is_refilled_run_as_the_same_graphs(device):
+    loop, alone = PlainLoop(load(DEVICE)), PlainLoop(load("cpu"))
+    for count, seed in ((3, 0), (2, 1), (9, 2)):
+        given = [[7 + i] * (1 + i) for i in range(count)], [4 + 3 * i % 7 for i in range(count)], frozenset(), DRAWN
+        texts = [
+            each.generate(*given, torch.Generator().manual_seed(seed), rows) for each, rows in ((loop, 3), (alone, 1))
+        ]
+        assert texts[0] == texts[1] and device.captures <= (0 if seed else CAPTURES)
+        device.captures = 0
 
 
 def test_both_caches_take_the_next_slots_at_the_same_time(device, monkeypatch):

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import poss_lightning
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.writing import write_store
+from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target import embedded, generation, grouped_attention
 from poss_lightning.target.describe import fingerprint
 from poss_lightning.target.fingerprints import same_weights
@@ -67,6 +68,24 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_alone(monkeypatch, block, mo
         read_layers = inner[: len(prompt)].flatten(1) if layers else read
         found = last[row], draft_input[row, : len(prompt)], following[row]
         assert close(found, (read[-1], read_layers, after), sums=4 * LAYER)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, repetition_penalty=1.3)], ids=str)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_texts_do_not_depend_on_the_rows_that_they_wait_for(target, sampling, rows):
+    prompts = [[5 + i, *range(6, 6 + 11 * i % 40)] for i in range(11)]
+    limits, stops = [1 + 17 * i % 30 for i in range(11)], frozenset(range(30, 60))
+    given = limits, stops, sampling
+    expected = PlainLoop(target).generate(prompts, *given, torch.Generator().manual_seed(1))
+    loop, sizes = PlainLoop(target), []
+    steps = loop.steps(prompts, *given, torch.Generator().manual_seed(1), rows=rows)
+    texts = [[] for _ in prompts]
+    for step in steps:
+        sizes.append(len(step))
+        for text, token in step.items():
+            texts[text].append(token)
+    assert texts == expected and len(set(map(len, texts))) > 3
+    assert max(sizes) == min(rows, 11) and len(loop.sampler.seeds) in (0, 11)
 
 
 def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
