@@ -158,8 +158,8 @@ def test_files_of_conf_are_found_by_name_outside_a_checkout_and_begin_with_the_b
     """The user's own file of that name comes first."""
     config = printed(poss, "--config", "draft/poss2.yaml", "--config=conf/published.yaml")
     assert config["model"]["allocation"] == [2, 2, 2] and config["data"]["batch_tokens"] == 2048
-    callbacks = [callback["class_path"].rsplit(".")[-1] for callback in config["trainer"]["callbacks"]]
-    assert config["data"]["validation"] == 0.05 and {"Replay", "DraftFolders"} <= set(callbacks)
+    always = {config[name]["class_path"].rsplit(".")[-1] for name in ("replay", "drafts", "checkpoint")}
+    assert config["data"]["validation"] == 0.05 and always == {"Replay", "DraftFolders", "LastCheckpoint"}
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "poss2.yaml").write_text("model: {allocation: [5]}")
     assert printed(poss, "--config", "draft/poss2.yaml")["model"]["allocation"] == [5]

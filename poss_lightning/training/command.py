@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import torch
 import yaml
 from lightning import Trainer
 from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from poss_lightning.configs import config_files, explain_option, set_up_parser
+from poss_lightning.configs import config_files, explain_option, files_with, set_up_parser
 from poss_lightning.draft.folder import load_checkpoint
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.files import atomic, conf
@@ -150,6 +151,10 @@ class Training(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
+        if (accelerator := self.options.trainer.accelerator) in ("gpu", "cuda") and not torch.cuda.is_available():
+            places = "; see ".join(["", *files_with("trainer.accelerator", self.files)])
+            words = f"trainer.accelerator is {accelerator}, and torch finds no GPU here; it must be cpu or auto"
+            raise ValueError(f"{words}, as in trainer/cpu.yaml{places}")
         for config in (self.config, self.config_init):  # the first is written to config.yaml
             trainer = self._get(config, "trainer")
             if self.config.subcommand != "fit":  # its scalars would count as the training's, in whose folder they are

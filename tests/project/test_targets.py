@@ -112,7 +112,8 @@ def test_the_table_of_sizes_is_the_one_that_its_script_prints(capsys):
 
 def test_the_published_settings():
     """docs/METHOD.md, 5; eight processes share the tokens of a step."""
-    model, data, trainer = yaml.safe_load((ROOT / "conf/published.yaml").read_text()).values()
+    published = yaml.safe_load((ROOT / "conf/published.yaml").read_text())
+    model, data, trainer = (published[part] for part in ("model", "data", "trainer"))
     loss = {"loss": {"feature": 1.0, "token": 0.1, "topk": 1.0}, "gamma": 1}
     adamw = {"optimizer": "adamw", "learning_rate": 3e-5, "betas": [0.9, 0.95], "warmup": 0.01}
     assert (loss | adamw).items() <= model.items() and data["noise"] == 0.2
