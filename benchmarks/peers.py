@@ -24,7 +24,8 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
-from poss_lightning.losses.passes import pass_losses
+from poss_lightning.losses.chunks import Heads
+from poss_lightning.losses.passes import LossSpec, pass_losses
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target.describe import spec_of
 from poss_lightning.target.spec import EmbedHead
@@ -64,9 +65,8 @@ class Pair(Problem):
             [self.draft.head_input(each) for each in predictions],
             self.features,
             self.counts,
-            self.embed_head.head,
-            weights={"token": 1.0},
-            draft_head=self.draft.lm_head.weight,
+            Heads(self.embed_head.head, self.draft.lm_head.weight),
+            LossSpec(terms={"token": 1.0}),
             pass_weights=1 / (self.counts >= passes).sum(1).clamp(min=1),
         )
         return losses.total

@@ -19,6 +19,7 @@ from benchmarks.random_target import llama
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
+from poss_lightning.losses.chunks import Heads
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
 from poss_lightning.target.describe import spec_of
@@ -47,7 +48,7 @@ class Problem:
 
     def ours(self) -> Tensor:
         predictions = self.draft(self.embedded, self.inputs, self.depth, self.packing)
-        total = pass_losses(predictions, self.features, self.counts, self.head, find_top=False).total
+        total = pass_losses(predictions, self.features, self.counts, Heads(self.head), find_top=False).total
         return total / self.counts.shape[1]
 
     def twin(self) -> Tensor:

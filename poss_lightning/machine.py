@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,6 +135,12 @@ def memory_bytes() -> int | None:
     if "SC_PHYS_PAGES" not in os.sysconf_names:
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function for any sizes, as a whole graph or with an error, once for all that call it."""
+    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

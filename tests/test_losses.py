@@ -1,13 +1,15 @@
 """The chunked loss compared with its definition."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from torch.nn.functional import pad
 
-from poss_lightning.losses.passes import CHUNK_BYTES, DEFAULT, _Space, pass_losses, slots_of_chunk
-from poss_lightning.losses.slot_weights import dpace, draw_chains
+from poss_lightning.losses import chunks, passes
+from poss_lightning.losses.chunks import Heads, Workspace, is_fused
+from poss_lightning.losses.passes import CHUNK_BYTES, DEFAULT, LossSpec, slots_of_chunk
+from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.losses.terms import acceptance
 from tests.support import naive
 from tests.support.steps import Largest
@@ -22,6 +24,12 @@ def problem(count=9, vocabulary=50):
     return predictions, features, counts, torch.randn(vocabulary, 16, generator=generator)
 
 
+def pass_losses(predictions, features, counts, head, draft_head=None, scale=1.0, cap=None, given=(), **spec):
+    return passes.pass_losses(
+        predictions, features, counts, Heads(head, draft_head, scale, cap), LossSpec(**spec), **dict(given)
+    )
+
+
 def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
     """Pass k of the chain that begins at slot t reads slot t + k - 1. Weights of 1 change nothing."""
     predictions, features, counts, head = problem()
@@ -30,7 +38,8 @@ def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
     by_slot = torch.stack([pad(chains, (k, 0))[:, :9] for k in range(3)])
     twin = naive.pass_losses(DEFAULT, predictions, features, counts, head, slot_weights=by_slot)
     whole, ones, ours = (
-        pass_losses(predictions, features, counts, head, chains=own) for own in (None, torch.ones(2, 9), chains)
+        pass_losses(predictions, features, counts, head, given={"chains": own})
+        for own in (None, torch.ones(2, 9), chains)
     )
     assert close(ours.weighted, twin) and close(ones.weighted, whole.weighted)
     assert torch.equal(ours.slots, whole.slots)
@@ -51,7 +60,7 @@ def test_a_small_share_of_the_loss_does_not_vanish_in_half_precision():
     """As with float16 features, a long batch, and a loss scaled up by the trainer."""
     predictions, features, counts, head = problem()
     own, found = torch.randn_like(head), []
-    options = {"weights": {"token": 1.0}, "pass_weights": torch.tensor([1.0, 0.9, 0.81]) / 1e6}
+    options = {"terms": {"token": 1.0}, "given": {"pass_weights": torch.tensor([1.0, 0.9, 0.81]) / 1e6}}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         given = [x.detach().to(dtype).requires_grad_() for x in (*predictions, own)]
         rest = features.to(dtype), counts, head.to(dtype)
@@ -75,7 +84,7 @@ TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
 )
 @pytest.mark.parametrize("chunk", [4, None])
 @pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
-@pytest.mark.parametrize("weigh", [None, dpace], ids=["alike", "dpace"])
+@pytest.mark.parametrize("weigh", [None, "dpace"])
 def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between, weigh):
     """And the rows that are said to be the draft's most likely are."""
     predictions, features, counts, head = problem()
@@ -84,7 +93,8 @@ def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own,
     given, between = (wide[:3], features.double(), counts, head), between | {"draft_head": wide[3] if own else None}
     by = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
     near = partial(close, sums=3, dtype=torch.float32 if weigh else None)  # of dpace the chances are in float32
-    ours = pass_losses(*given, weights=weights, **between, pass_weights=by, chunk=chunk, slot_weights=weigh)
+    spec = {"terms": weights, "chunk": chunk, "slot_weights": weigh}
+    ours = pass_losses(*given, **between, **spec, given={"pass_weights": by})
     slot_weights = naive.dpace(*given, **between) if weigh else None
     twin = naive.pass_losses(weights, *given, **between, slot_weights=slot_weights)
     assert near(ours.weighted, twin)
@@ -113,7 +123,7 @@ def test_acceptance_in_float32_where_next_to_nothing_overlaps(apart):
 def test_an_own_head_learns_beside_a_frozen_layer_and_not_in_validation():
     predictions, *given = problem(vocabulary=1000)
     own = torch.randn_like(given[-1]).requires_grad_()
-    options = {"weights": {"token": 1.0}, "draft_head": own}
+    options = {"terms": {"token": 1.0}, "draft_head": own}
     frozen = [prediction.detach() for prediction in predictions]
     together, alone = (pass_losses(each, *given, **options) for each in (predictions, frozen))
     expected, found = (torch.autograd.grad(losses.total, own)[0] for losses in (together, alone))
@@ -129,10 +139,10 @@ def test_no_tensor_of_slots_times_vocabulary_outlives_its_chunk():
     predictions, features, counts, head = problem(count=64, vocabulary=200)
     own = torch.randn_like(head).requires_grad_()
     with Largest() as watch:
-        losses = pass_losses(predictions, features, counts, head, weights={"token": 1.0}, chunk=4, draft_head=own)
+        losses = pass_losses(predictions, features, counts, head, own, terms={"token": 1.0}, chunk=4)
         losses.total.backward()
-    passes, slots = len(predictions), int((counts > 0).sum())
-    assert watch.largest <= max((passes + 1) * 4 * 200, own.numel(), passes * slots * 16) < slots * 200
+    depth, slots = len(predictions), int((counts > 0).sum())
+    assert watch.largest <= max((depth + 1) * 4 * 200, own.numel(), depth * slots * 16) < slots * 200
 
 
 def test_no_slot_counts():
@@ -142,12 +152,34 @@ def test_no_slot_counts():
     assert losses.weighted.tolist() == [0, 0, 0] and all((p.grad == 0).all() for p in predictions)
 
 
-@pytest.mark.parametrize(
-    ("vocabulary", "dtype", "slots"), [(128256, torch.bfloat16, 512), (32768, torch.bfloat16, 2176)]
-)
-def test_a_chunk_on_a_gpu_is_as_large_as_its_memory_allows(vocabulary, dtype, slots):
-    """Six passes; an eighth of the kernels at the lab's vocabulary, and no more memory than at Llama-3-8B's."""
-    head = torch.empty(vocabulary, 4096, dtype=dtype, device="meta")
-    assert slots_of_chunk("cuda", 6, head) == slots and slots_of_chunk("cpu", 6, head) == 128
-    taken, more = (sum(x.nbytes for x in _Space.make(6, count, head)) for count in (slots, slots + 128))
-    assert taken <= CHUNK_BYTES < more
+@pytest.mark.parametrize(("vocabulary", "loss", "slots"), [(128256, {"acceptance": 1.0}, 512), (128256, {}, 1024)])
+def test_a_chunk_on_a_gpu_is_as_large_as_its_memory_allows(vocabulary, loss, slots):
+    """Six passes at Llama-3-8B's sizes; what is compiled keeps no matrices in float32."""
+    heads = Heads(torch.empty(vocabulary, 4096, dtype=torch.bfloat16, device="meta"))
+    spec = LossSpec(terms=DEFAULT | loss)
+    assert slots_of_chunk("cuda", 6, heads, spec) == slots and slots_of_chunk("cpu", 6, heads, spec) == 128
+    fused = is_fused("cuda", heads, spec.computed)
+    assert fused == (not loss)
+
+    def taken(count):
+        space = Workspace.make(6, count, heads.target, fused)
+        return sum(matrix.nbytes for matrix in space) + fused * space.logits[0].nbytes  # a slope, a matrix of its own
+
+    assert taken(slots) <= CHUNK_BYTES < taken(slots + 128)
+
+
+@pytest.mark.parametrize("has_top", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_pass_of_a_gpu_is_the_definition_s(monkeypatch, has_top, dtype):
+    """In one compiled function, and eager as a CPU computes it: terms, and the slope as its dtype rounds."""
+    eager = partial(torch.compile, backend="aot_eager", dynamic=True, fullgraph=True)  # traced, without a compiler
+    monkeypatch.setattr("poss_lightning.losses.chunks.compiled", cache(eager))
+    predictions, *given = (x if type(x) is list or x.dtype == torch.int64 else x.to(dtype) for x in problem())
+    wide = [prediction.detach().to(dtype).requires_grad_() for prediction in predictions]
+    spec, found = {"terms": {"token": 0.2, "topk": 2.0 * has_top}, "chunk": 4}, []
+    for fused in (False, True):
+        monkeypatch.setattr(chunks, "is_fused", lambda *_, fused=fused: fused)
+        losses = pass_losses(wide, *given, **spec)
+        found.append((losses.weighted, *torch.autograd.grad(losses.total, wide)))
+    for eager, compiled in zip(*found, strict=True):
+        assert close(compiled, eager, sums=3, of=eager.abs().amax(), dtype=None if dtype == torch.float64 else dtype)

@@ -12,7 +12,7 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.features.schedule import split
 from poss_lightning.files import read_json
-from poss_lightning.losses.passes import check_weights
+from poss_lightning.losses.passes import LossSpec
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.training.module import SpecialistTraining
 from tests.support.command import Result, run_in, says, unchanged
@@ -21,7 +21,7 @@ from tests.support.command import Result, run_in, says, unchanged
 
 TWO = {"depth": 2, "allocation": (1, 1)}
 REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by name; words of what it says
-    (check_weights, ({"tokens": 1.0}, True), "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
+    (LossSpec, {"terms": {"tokens": 1.0}}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
     (choose_device, ("warp",), "device is 'warp', which this machine or this torch does not have"),
     (choose_dtype, ("int3", "cpu"), "dtype is 'int3'; it must be auto, bfloat16, float16 or float32"),
     (read_json, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not JSON: Expecting value"),

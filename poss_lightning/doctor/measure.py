@@ -63,8 +63,9 @@ def unrolled(reading: Reading, samples: Sequence[Sample], depth: int = MAX_POSIT
     """Count chains that begin at every slot of the answers, teacher-forced, as a validation does."""
     draft, depth, weight = reading.draft, min(depth, reading.depth), reading.draft.fc.weight
     embed_head, batch = reading.embed_head.restrict(draft.vocabulary), collate([as_read(samples, reading)])
-    tokens, greedy, counts = (part[0].to(weight.device) for part in (batch.tokens, batch.greedy, batch.counts))
-    counts, positions = counts[:-1], batch.positions[:, :-1].to(weight.device)  # (T,), T slots
+    given = batch.tokens, batch.target_argmax, batch.mask.passes
+    tokens, greedy, counts = (part[0].to(weight.device) for part in given)  # of T slots in (T + 1,), (T + 1,), (T,)
+    positions = batch.positions[:, :-1].to(weight.device)
     chains = counts.nonzero()[:, 0]  # the slots where they begin
     texts = torch.arange(len(samples)).repeat_interleave(torch.tensor(batch.lengths[0])).to(weight.device)
     one = Packing.one_per_row(1, len(counts), weight.device)

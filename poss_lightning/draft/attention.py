@@ -6,12 +6,13 @@ time, so memory grows linearly in T. On CUDA the block is FlexAttention's.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+from poss_lightning.machine import compiled
 
 KeysValues = tuple[Tensor, Tensor]  # (B, kv heads, T, d) each
 QUERY_ROWS = 128  # queries whose scores exist at once: they should stay in a CPU's cache
@@ -203,10 +204,11 @@ def flex_block(
     for x in laid:  # else equal sizes, of blocks and heads or of S and d, are taken for one
         torch._dynamo.mark_static(x, [1, 3])
     with torch.no_grad():  # so that training and validation share the compiled code
-        mask = _compiled(create_block_mask)(
+        mask = compiled(create_block_mask)(
             visible, None, None, total, total, device=queries.device, BLOCK_SIZE=FLEX_BLOCK
         )
-    out, found = _compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    # Eager FlexAttention would keep all T x T scores.
+    out, found = compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
     return out.transpose(0, 1), norm.transpose(0, 1)
 
@@ -215,9 +217,3 @@ def _lay_end_to_end(x: Tensor, total: int) -> Tensor:
     """(B, H, T, d) -> (1, H, total, d): row after row, then zeros. A copy, as dynamo guards the base of a view, too."""
     row = x.transpose(0, 1).flatten(1, 2)[None]  # (1, H, B * T, d)
     return nn.functional.pad(row, (0, 0, 0, total - row.shape[2]))
-
-
-@cache
-def _compiled(function):
-    # A whole graph or an error: eager FlexAttention would keep all T x T scores.
-    return torch.compile(function, dynamic=True, fullgraph=True)

@@ -1,9 +1,9 @@
 """The LightningDataModule over a feature store or online features."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning
-import torch
 
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
@@ -118,13 +118,6 @@ class FeatureData(lightning.LightningDataModule):
             self.schedule = self._schedule(self.train, self.source, training=True)
         return self.schedule
 
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        """Move a batch; features and draft input may be one tensor, which is moved once."""
-        if batch.draft_input is not batch.features:
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        moved = super().transfer_batch_to_device(batch._replace(draft_input=batch.tokens), device, dataloader_idx)
-        return moved._replace(draft_input=moved.features)
-
     def teardown(self, stage: str) -> None:
         """Log the texts that online features left out since their last report."""
         if isinstance(self.source, OnlineFeatures):
@@ -138,7 +131,7 @@ class FeatureData(lightning.LightningDataModule):
             return batch
         epoch = self.trainer.current_epoch
         seeds = [stable_number(f"{self.seed}/{epoch}/{name}") for name in batch.ids]
-        return batch._replace(draft_input=add_noise(batch, self.noise, seeds))
+        return replace(batch, draft_input=add_noise(batch, self.noise, seeds))
 
     def _open(self, name: str, address: list[str] | str) -> FeatureStore:
         """Open a further store; ValueError if it is of a different target."""

@@ -1,6 +1,7 @@
 """Online features: the target computes those of every batch in the training process; nothing is on disk."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.writing import describe_overflow, tokenize, within_context
-from poss_lightning.machine import choose_device, choose_dtype, send
+from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
 from poss_lightning.target.model import Target
 from poss_lightning.target.placement import Parallel
@@ -114,13 +115,12 @@ class OnlineFeatures(SampleSource):
             for i, row, draft_input in zip(group, *computed, strict=True):
                 features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
         finite = features.isfinite().all(-1) & inputs.isfinite().all(-1)  # (B, T)
-        known = torch.from_numpy(np.flatnonzero(batch.host_counts) + 1)  # nothing counts at the last slot of a row
-        rows, greedy, sound = features.flatten(0, 1), batch.greedy.flatten(), finite.view(-1)
-        for places in send(known, device).split(LOGIT_SLOTS):
-            best = self.model.logits(rows[places].to(self.model.device)).max(-1)
-            greedy = greedy.index_copy(0, places, best.indices.to(device))
-            sound[places] &= best.values.isfinite().to(device)
-        greedy = greedy.view_as(batch.greedy)
+        rows, argmax, sound = features.flatten(0, 1), batch.target_argmax.flatten(), finite.view(-1)
+        slots = batch.mask.slots  # of rows with a slot less than tokens; a slot's token is the one on its right
+        for tokens in (slots + slots // (finite.shape[1] - 1) + 1).split(LOGIT_SLOTS):
+            best = self.model.logits(rows[tokens].to(self.model.device)).max(-1)
+            argmax = argmax.index_copy(0, tokens, best.indices.to(device))
+            sound[tokens] &= best.values.isfinite().to(device)
         kept = torch.stack([finite[part].all() for part in parts])
         self._filled.append((batch.ids, kept))
         if len(self._filled) == REPORT_EVERY_BATCHES:
@@ -129,8 +129,9 @@ class OnlineFeatures(SampleSource):
             finite[part] = keep
         for values in {id(each): each for each in (features, inputs)}.values():
             values.masked_fill_(~finite[..., None], 0)
-        counts = batch.counts.where(finite, 0)
-        return batch._replace(features=features, draft_input=inputs, greedy=greedy.where(finite, -1), counts=counts)
+        mask = replace(batch.mask, passes=batch.mask.passes.where(finite[:, :-1], 0))
+        argmax = argmax.view_as(finite).where(finite, -1)
+        return replace(batch, features=features, draft_input=inputs, target_argmax=argmax, mask=mask)
 
     def report(self) -> None:
         """Log which texts were left out of the batches since the last report; this waits for the device."""

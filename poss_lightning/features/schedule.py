@@ -14,19 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from poss_lightning.losses.mask import count_step_slots
 from poss_lightning.terminal import announced
-
-
-class Step(NamedTuple):
-    """The optimizer step that a batch is part of: all its batches, of all processes."""
-
-    answers: Tensor  # (answers,) slots of every assistant span in the step; pass k counts in all but k-1 of them
-    tokens: Tensor  # () all of them, whether a pass counts there or not
-    batches: int  # processes x accumulated batches; strategies take the mean of their gradients
-
-    def slots(self, depth: int) -> Tensor:
-        """Count the slots of each pass: (K,)"""
-        return (self.answers[:, None] - torch.arange(depth, device=self.answers.device)).clamp(min=0).sum(0)
 
 
 def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
@@ -60,11 +49,13 @@ def stable_number(text: str) -> int:
 
 
 class PlannedBatch(NamedTuple):
-    """A batch before it is loaded."""
+    """A batch before it is loaded, and what its `LossMask` says of the optimizer step that it is part of."""
 
     samples: list[int]  # indices; they share a row
     counts: bool  # False: it only completes the last step, and none of its slots counts
-    step: Step
+    step_slots: Tensor
+    step_tokens: Tensor
+    step_batches: int
 
 
 def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -175,8 +166,7 @@ class Schedule(Sampler[PlannedBatch]):
 
     def _step(self, batches: list[list[int]]) -> list[PlannedBatch]:
         samples = [i for batch in batches for i in batch]
-        slots = [answer_slots(self.lengths[i], self.spans[i]) for i in samples]
-        tokens = torch.tensor(int(self.lengths[samples].sum()))
-        step = Step(torch.from_numpy(np.concatenate(slots)), tokens, self.step_batches)
-        idle = PlannedBatch([min(samples, key=lambda i: self.lengths[i])], False, step)
-        return [PlannedBatch(batch, True, step) for batch in batches] + [idle] * (self.step_batches - len(batches))
+        answers = np.concatenate([answer_slots(self.lengths[i], self.spans[i]) for i in samples])
+        step = count_step_slots(answers), torch.tensor(int(self.lengths[samples].sum())), self.step_batches
+        idle = PlannedBatch([min(samples, key=lambda i: self.lengths[i])], False, *step)
+        return [PlannedBatch(batch, True, *step) for batch in batches] + [idle] * (self.step_batches - len(batches))

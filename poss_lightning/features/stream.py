@@ -2,38 +2,55 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from poss_lightning.features.schedule import PlannedBatch, Schedule, Step, answer_slots
+from poss_lightning.features.schedule import PlannedBatch, Schedule, answer_slots
 from poss_lightning.features.store import Sample
+from poss_lightning.losses.mask import LossMask, Transferable, count_step_slots
 
 GRACE = 60  # seconds for which a loader still works after SIGTERM
 
 
-class Batch(NamedTuple):
+class PackedText(NamedTuple):
+    """A conversation in a row of a batch."""
+
+    id: str
+    length: int  # tokens
+    spans: list[tuple[int, int]]  # the assistant's; none in a batch that only completes a step
+
+
+@dataclass
+class Batch(Transferable):
     """Rows of one or more conversations, padded on the right."""
 
     tokens: Tensor  # (B, T) int64
     features: Tensor  # (B, T, D), the target's
     draft_input: Tensor  # (B, T, R), what the draft reads: the features, or inner layers; with noise in training
-    greedy: Tensor  # (B, T) the target's most likely next token, -1 where unknown
-    counts: Tensor  # (B, T) pass k counts at slot t where k <= counts[t]
-    host_counts: np.ndarray  # the same, which stays on the host
+    target_argmax: Tensor  # (B, T) the target's most likely next token, -1 where unknown
     positions: Tensor  # (B, T) a token's place in its conversation
-    lengths: list[list[int]]  # tokens of each row's conversations
-    ids: list[str]  # of the conversations, row by row
-    spans: list[list[tuple[int, int]]]  # the assistant's in each conversation; none where nothing counts
-    step: Step
+    mask: LossMask
+    rows: list[list[PackedText]]
+
+    @property
+    def ids(self) -> list[str]:
+        """Of the conversations, row by row."""
+        return [text.id for row in self.rows for text in row]
+
+    @property
+    def lengths(self) -> list[list[int]]:
+        """Tokens of each row's conversations."""
+        return [[text.length for text in row] for row in self.rows]
 
     def parts(self) -> list[tuple[int, slice]]:
-        """Return row and slots of each conversation."""
+        """Return row and tokens of each conversation."""
         return [
             (row, slice(stop - length, stop))
             for row, lengths in enumerate(self.lengths)
@@ -41,17 +58,17 @@ class Batch(NamedTuple):
         ]
 
 
-def counted_passes(length: int, spans: np.ndarray) -> Tensor:
-    """Count passes (T,): k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so k <= counts[t].
+def count_passes(length: int, spans: np.ndarray) -> Tensor:
+    """Count passes (T,): k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so k <= passes[t].
 
     A round starts from a root that the target emitted, so its first token must be the assistant's, too. The first token
-    of a text is nobody's.
+    of a text is nobody's. Nothing counts at the last token, which is no slot.
     """
-    counts = torch.zeros(length, dtype=torch.long)
+    passes = torch.zeros(length, dtype=torch.long)
     for (start, _), slots in zip(spans, answer_slots(length, spans), strict=True):
         first = max(start, 1) - 1  # its x_{t+1} is the span's first token
-        counts[first : first + slots] = torch.arange(1, slots + 1)
-    return counts
+        passes[first : first + slots] = torch.arange(1, slots + 1)
+    return passes
 
 
 def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
@@ -68,38 +85,38 @@ def add_noise(batch: Batch, strength: float, seeds: list[int]) -> Tensor:
     return noisy
 
 
-def collate(rows: list[list[Sample]], step: Step | None = None) -> Batch:
-    """Collate rows of samples; without a `step`, the batch is a step of its own."""
+def collate(rows: list[list[Sample]], planned: PlannedBatch | None = None) -> Batch:
+    """Collate rows of samples; without a plan, the batch is an optimizer step of its own."""
     samples = [sample for row in rows for sample in row]
-    lengths = [[len(sample.tokens) for sample in row] for row in rows]
-    longest = max(map(sum, lengths))
+    longest = max(sum(len(sample.tokens) for sample in row) for row in rows)
 
     def padded(parts: list[Tensor], fill: int = 0) -> Tensor:
         out = parts[0].new_full((len(rows), longest, *parts[0].shape[1:]), fill)
         remaining = iter(parts)
-        for place, row in zip(out, lengths, strict=True):
-            torch.cat([next(remaining) for _ in row], out=place[: sum(row)])
+        for padded_row, row in zip(out, rows, strict=True):
+            row_parts = [next(remaining) for _ in row]
+            torch.cat(row_parts, out=padded_row[: sum(map(len, row_parts))])
         return out
 
     features = padded([sample.features for sample in samples])
     has_layers = samples[0].layers.shape[1] > 0
     spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 2) for sample in samples]
-    if step is None:
-        slots = [answer_slots(len(sample.tokens), edges) for sample, edges in zip(samples, spans, strict=True)]
-        step = Step(torch.from_numpy(np.concatenate(slots)), torch.tensor(sum(map(sum, lengths))), 1)
-    counts = padded([counted_passes(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)])
+    counts = planned is None or planned.counts
+    passes = padded([count_passes(len(s.tokens), edges) * counts for s, edges in zip(samples, spans, strict=True)])
+    if planned is None:
+        answers = np.concatenate([answer_slots(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)])
+        tokens = torch.tensor(sum(len(sample.tokens) for sample in samples))
+        planned = PlannedBatch([], True, count_step_slots(answers), tokens, 1)
+    passes = passes[:, :-1].contiguous()
+    slots = passes.flatten().nonzero()[:, 0]
     return Batch(
         tokens=padded([sample.tokens for sample in samples]),
         features=features,
         draft_input=padded([sample.draft_input for sample in samples]) if has_layers else features,
-        greedy=padded([sample.greedy for sample in samples], -1),
-        counts=counts,
-        host_counts=counts.numpy(),
+        target_argmax=padded([sample.greedy for sample in samples], -1),
         positions=padded([torch.arange(len(sample.tokens)) for sample in samples]),
-        lengths=lengths,
-        ids=[sample.id for sample in samples],
-        spans=[sample.spans for sample in samples],
-        step=step,
+        mask=LossMask(passes, passes.numpy().copy(), slots, *planned[2:]),  # a loader moves the tensor's memory
+        rows=[[PackedText(s.id, len(s.tokens), s.spans if counts else []) for s in row] for row in rows],
     )
 
 
@@ -117,7 +134,7 @@ class Loader:
             _Reader(source),
             sampler=schedule,
             batch_size=None,
-            collate_fn=Batch._make,  # changes nothing; torch's own would make tensors of arrays
+            collate_fn=_unchanged,
             num_workers=workers,
             pin_memory=torch.cuda.is_available(),  # so that copies to the device are asynchronous
             worker_init_fn=_outlive_signals,
@@ -130,7 +147,7 @@ class Loader:
         self.schedule.taken = 0
         for batch in self.loader:
             self.schedule.taken += 1
-            yield batch if batch.draft_input is not None else batch._replace(draft_input=batch.features)
+            yield batch
 
     def state_dict(self) -> dict[str, int]:
         return self.schedule.state_dict()
@@ -148,6 +165,10 @@ def _outlive_signals(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
 
 
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
 class _Reader(Dataset[Batch]):
     """A data set for `DataLoader`, whose indices are planned batches."""
 
@@ -155,10 +176,4 @@ class _Reader(Dataset[Batch]):
         self.source = source
 
     def __getitem__(self, planned: PlannedBatch) -> Batch:
-        batch = collate([[self.source[i] for i in planned.samples]], planned.step)
-        if batch.draft_input is batch.features:
-            batch = batch._replace(draft_input=None)  # else they would be pinned twice
-        if planned.counts:
-            return batch
-        counts = torch.zeros_like(batch.counts)
-        return batch._replace(counts=counts, host_counts=counts.numpy(), spans=[[] for _ in batch.ids])
+        return collate([[self.source[i] for i in planned.samples]], planned)

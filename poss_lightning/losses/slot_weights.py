@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-ALPHA = 0.5  # smoothing: the lower bound of a chance, as published
+ALPHA = 0.5  # smoothing: the lower bound of a probability, as published
 
 
 def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
@@ -21,16 +21,29 @@ def draw_chains(begins: Tensor, most: int, seed: int) -> Tensor:
     return drawn * (begins.sum(1, keepdim=True) / drawn.sum(1, keepdim=True).clamp(min=1))
 
 
-def dpace(chances: Tensor, counted: Tensor) -> Tensor:
+def chain_slots(passes: Tensor, depth: int, chains: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slots where drawn chains begin, and all that they read, of the rows end to end: (N,), (S,).
+
+    Args:
+        passes: (B, T) that count at each slot.
+        depth: passes of a chain.
+        chains: (B, T) weights of `draw_chains`.
+    """
+    read = to_slots(chains.expand(depth, -1, -1)).any(0)
+    begin, all_read = ((passes > 0) & where for where in (chains > 0, read))
+    return tuple(where.flatten().nonzero()[:, 0] for where in (begin, all_read))  # pyright: ignore[reportReturnType]
+
+
+def dpace(target_token_probs: Tensor, counted: Tensor) -> Tensor:
     """Return weights w_k = Σ_{j >= k} Π_{i <= j} q̃_i of a chain, q̃ = (1 - α) q + α (D-PACE, 2605.18810, 7 and 8).
 
     This is the slope of the expected accepted length by log q̃_k.
 
     Args:
-        chances: the draft's probability of the target's most likely token.
+        target_token_probs: the draft's probability of the target's most likely token.
         counted: whether the pass counts there; elsewhere the weights mean nothing.
     """
-    reached = _to_chains(((1 - ALPHA) * chances + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
+    reached = _to_chains(((1 - ALPHA) * target_token_probs + ALPHA) * counted).cumprod(0)  # Π_{i <= k}
     return to_slots(reached.flip(0).cumsum(0).flip(0))
 
 

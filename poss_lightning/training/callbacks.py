@@ -219,7 +219,7 @@ class Throughput(lightning.Callback):
         self.step, self.slots, self.started = trainer.global_step, 0, time.monotonic()
 
     def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
-        self.slots += int((batch.host_counts > 0).sum())
+        self.slots += len(batch.mask.slots)
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if not every or trainer.global_step == self.step or trainer.global_step % every:
             return

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import lightning
@@ -15,8 +16,9 @@ from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.source import SampleSource, warn_of_training
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
-from poss_lightning.losses.passes import DEFAULT, ENTROPIES, PassLosses, check_weights
-from poss_lightning.losses.slot_weights import dpace, draw_chains
+from poss_lightning.losses.chunks import ENTROPIES
+from poss_lightning.losses.passes import DEFAULT, LossSpec, PassLosses
+from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
 from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers, refuse_unknown
@@ -36,7 +38,7 @@ from poss_lightning.training.start import (
     restore_progress,
 )
 from poss_lightning.training.strategies import DeepSpeed
-from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, slot_counts, unrolled_losses
+from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, unrolled_losses
 
 
 class SpecialistTraining(lightning.LightningModule):
@@ -107,14 +109,15 @@ class SpecialistTraining(lightning.LightningModule):
             self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
         self.draft, self.embed_head = begin_draft(features, options, start_from, normalise, anchors)
         config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
-        self.loss_weights = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
-        check_weights(self.loss_weights, config.predicts_feature)
+        terms = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
+        self.loss = LossSpec(terms=terms, gamma=gamma, slot_weights=slot_weights, chunk=chunk)
+        self.loss.check_kind(config.predicts_feature)
         self.guard = NormGuard()
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
         self.eval_depth = max(config.depth, sum(config.allocation))  # as deep as decoding
         config.check_depth(self.eval_depth)
-        weighted = [name for name, weight in self.loss_weights.items() if weight]
+        weighted = [name for name, weight in terms.items() if weight]
         weighted += ["extra"] * (type(self).extra_losses is not SpecialistTraining.extra_losses)
         self.logged_terms = tuple(dict.fromkeys([*ENTROPIES, *weighted]))
         self.val_metrics = ValidationMetrics(self.eval_depth, self.logged_terms, config.predicts_feature)
@@ -158,30 +161,34 @@ class SpecialistTraining(lightning.LightningModule):
     # --- a step of training ---
 
     def training_step(self, batch: Batch, batch_idx: int = 0) -> Tensor:
+        depth, chains = self.draft.config.depth, self._draw_chains(batch)
+        discounts = self.loss.discounts(depth, self.device)  # (K,)
+        pass_weights = batch.mask.pass_weights(discounts, self.hparams["mean_over"])
         # To find the draft's top tokens takes time, and to read values waits for the device: not every step does it.
-        logs, depth = self._logs, self.draft.config.depth
-        # The mean is over the whole step. Strategies average over its batches, which the last factor undoes.
-        counted = batch.step.slots(depth) if self.hparams["mean_over"] == "slots" else batch.step.tokens
-        pass_weights = self._discount_passes(depth) / counted.clamp(min=1) * batch.step.batches  # (K,)
-        seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
-        most = self.hparams["anchors"]
-        chains = None if most is None else draw_chains(slot_counts(batch) > 0, most, seed)
-        options = {"slot_weights": dpace if self.hparams["slot_weights"] else None, "find_top": logs, "chains": chains}
-        losses, _ = self._losses(batch, depth, pass_weights=pass_weights, **options)
-        means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
+        losses, _ = self._losses(batch, self.loss, depth, pass_weights, chains, self._logs)
         self.guard.ids += batch.ids
-        if logs and any(batch.spans):  # not one that only fills up the step
-            # Of the host, as Lightning reads what the bar shows after every batch.
-            self.log("train/loss", self._sum_passes(means).cpu(), prog_bar=True)
-        if logs:
-            self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
-            self.log_by_depth("train_loss", losses.weighted / losses.slots)
-            for name in self.logged_terms:
-                self.log_by_depth(f"train_{name}_loss", losses.by_term[name] / losses.slots)
-            acceptance = UnrollAcceptance(depth, sync_on_compute=False).to(self.device)  # of this process
-            acceptance.update(**acceptance_inputs(self.draft, batch, losses, chains))
-            self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
+        if self._logs:
+            self._log_step(batch, losses, chains)
         return losses.total
+
+    def _draw_chains(self, batch: Batch) -> Tensor | None:
+        if (most := self.hparams["anchors"]) is None:
+            return None
+        seed = zlib.crc32(" ".join(batch.ids).encode()) + self.trainer.global_step  # the same in a resumed training
+        return draw_chains(torch.from_numpy(batch.mask.host_passes) > 0, most, seed)
+
+    def _log_step(self, batch: Batch, losses: PassLosses, chains: Tensor | None) -> None:
+        if not batch.mask.is_empty:  # not one that only fills up the step
+            # Of the host, as Lightning reads what the bar shows after every batch.
+            means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
+            self.log("train/loss", self._sum_passes(means).cpu(), prog_bar=True)
+        self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log_by_depth("train_loss", losses.weighted / losses.slots)
+        for name in self.logged_terms:
+            self.log_by_depth(f"train_{name}_loss", losses.by_term[name] / losses.slots)
+        acceptance = UnrollAcceptance(self.draft.config.depth, sync_on_compute=False).to(self.device)  # of this process
+        acceptance.update(**acceptance_inputs(self.draft, batch, losses, chains))
+        self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
 
     def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
         """Return a subclass's own loss of each pass (K,), summed over slots; None for none.
@@ -191,7 +198,7 @@ class SpecialistTraining(lightning.LightningModule):
         Args:
             predictions: of each pass k, (B, T-1, D); slot t predicts the target's `batch.features[:, t + 1]`. With
                 `anchors`, 0 where no block was drawn.
-            batch: pass k counts at slot t where k <= `batch.counts[:, t]`.
+            batch: pass k counts at slot t where k <= `batch.mask.passes[:, t]`.
         """
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
@@ -226,7 +233,7 @@ class SpecialistTraining(lightning.LightningModule):
     # --- validation ---
 
     def validation_step(self, batch: Batch, batch_idx: int = 0) -> None:
-        losses, predictions = self._losses(batch, self.eval_depth)
+        losses, predictions = self._losses(batch, replace(self.loss, slot_weights=None), self.eval_depth)
         self.val_metrics.update(losses, predictions, batch, acceptance_inputs(self.draft, batch, losses))
 
     def on_validation_start(self) -> None:
@@ -237,7 +244,8 @@ class SpecialistTraining(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         losses, means = self.val_metrics.compute()
-        self.log_shared(f"{self.stage}/loss", self._sum_passes(losses[: self.draft.config.depth]), prog_bar=True)
+        depth = self.draft.config.depth  # which may be less than that of decoding
+        self.log_shared(f"{self.stage}/loss", self._sum_passes(losses[:depth]), prog_bar=True)
         for name, values in means.items():
             self.log_by_depth(f"{self.stage}_{name}", values)
         self.val_metrics.reset()
@@ -275,22 +283,35 @@ class SpecialistTraining(lightning.LightningModule):
 
     # --- shared by training and validation ---
 
-    def _losses(self, batch: Batch, depth: int, **options: Any) -> tuple[PassLosses, list[Tensor]]:
+    def _losses(
+        self,
+        batch: Batch,
+        loss: LossSpec,
+        depth: int,
+        pass_weights: Tensor | None = None,
+        chains: Tensor | None = None,
+        find_top: bool = True,
+    ) -> tuple[PassLosses, list[Tensor]]:
         """Compute losses and predictions as `unrolled_losses`, with the losses of a subclass."""
-        loss = {"weights": self.loss_weights, "chunk": self.hparams["chunk"]}
-        losses, predictions = unrolled_losses(self.draft, self.embed_head, batch, depth, **loss, **options)
+        losses, predictions = unrolled_losses(
+            self.draft,
+            self.embed_head,
+            batch,
+            depth,
+            loss,
+            pass_weights=pass_weights,
+            chains=chains,
+            find_top=find_top,
+        )
         if "extra" in self.logged_terms:
             extra = self.extra_losses(predictions, batch)
             extra = torch.zeros_like(losses.weighted) if extra is None else extra
-            losses = losses.plus(extra, options.get("pass_weights"))
+            losses = losses.plus(extra, pass_weights)
         return losses, predictions
 
     def _sum_passes(self, means: Tensor) -> Tensor:
         """Return L = Σ_k γ^{k-1} L_k of means (K,)."""
-        return (means * self._discount_passes(len(means))).sum()
-
-    def _discount_passes(self, depth: int) -> Tensor:
-        return self.hparams["gamma"] ** torch.arange(depth, device=self.device)  # (K,)
+        return (means * self.loss.discounts(len(means), self.device)).sum()
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """Log values (K,) as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`.

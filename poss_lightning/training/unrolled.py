@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import Specialists
 from poss_lightning.features.stream import Batch
-from poss_lightning.losses.passes import PassLosses, pass_losses, slots_that_count
+from poss_lightning.losses.chunks import Heads
+from poss_lightning.losses.passes import LossSpec, PassLosses, pass_losses
+from poss_lightning.losses.slot_weights import chain_slots
 from poss_lightning.machine import send
 from poss_lightning.metrics import FeatureDrift, PassSums, UnrollAcceptance
 from poss_lightning.target.spec import EmbedHead
@@ -19,38 +21,43 @@ def unrolled_losses(
     embed_head: EmbedHead,
     batch: Batch,
     depth: int,
+    spec: LossSpec,
     *,
+    pass_weights: Tensor | None = None,
     chains: Tensor | None = None,
-    **options: Any,
+    find_top: bool = True,
 ) -> tuple[PassLosses, list[Tensor]]:
     """Compute the losses of `depth` unrolled passes, and K predictions (B, T-1, D).
 
     There is one slot less than tokens: slot t has x_{t+1} on its right and predicts f_{t+1}.
 
     Args:
+        pass_weights: (K,) weight of each pass in the total.
         chains: (B, T-1) weights of chains, on the host.
-        options: other arguments of `pass_losses`.
+        find_top: whether to find the draft's top tokens.
     """
     torch.set_autocast_cache_enabled(True)  # else Lightning casts a weight at each use, and keeps all copies
-    device, counts = batch.counts.device, batch.counts[:, :-1]
+    passes, device = batch.mask.passes, batch.tokens.device
+    begins = slots = batch.mask.slots
+    if chains is not None:
+        drawn = chain_slots(torch.from_numpy(batch.mask.host_passes), depth, chains)
+        begins, slots, chains = (send(each, device) for each in (*drawn, chains))
     embedded = embed_head.embed(batch.tokens[:, 1:])
     inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
-    packing = Packing(batch.lengths, batch.positions[:, :-1])
-    begins, counting = (send(slots_that_count(slot_counts(batch), passes, chains), device) for passes in (1, depth))
-    predictions = draft(embedded, inputs, depth, packing, begins)
+    predictions = draft(embedded, inputs, depth, Packing(batch.lengths, batch.positions[:, :-1]), begins)
     if draft.config.own_head:  # as published, no loss where the head has no row for the target's token
-        counts = counts * embed_head.has_row(batch.greedy[:, 1:])
+        passes = passes * embed_head.has_row(batch.target_argmax[:, 1:])
+    own_head = draft.lm_head.weight if draft.config.own_head else None
     losses = pass_losses(
         [draft.head_input(prediction) for prediction in predictions],
         batch.features[:, 1:],
-        counts,
-        embed_head.head,
-        scale=embed_head.scale,
-        cap=embed_head.cap,
-        draft_head=draft.lm_head.weight if draft.config.own_head else None,
-        chains=None if chains is None else send(chains, device),
-        counting=counting,
-        **options,
+        passes,
+        Heads(embed_head.head, own_head, embed_head.scale, embed_head.cap),
+        spec,
+        slots=slots,
+        chains=chains,
+        pass_weights=pass_weights,
+        find_top=find_top,
     )
     return losses, predictions
 
@@ -61,16 +68,11 @@ def acceptance_inputs(
     """Return arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
     return {
         "proposals": draft.token_ids(losses.top_rows.clamp(min=0))[:, :, :-1],
-        "greedy": batch.greedy[:, 1:-1],
+        "greedy": batch.target_argmax[:, 1:-1],
         "text": batch.tokens[:, 2:],
-        "counts": batch.counts[:, :-2],
-        "begins": None if chains is None else chains[:, :-1].to(batch.counts.device) > 0,
+        "counts": batch.mask.passes[:, :-1],
+        "begins": None if chains is None else chains[:, :-1].to(batch.tokens.device) > 0,
     }
-
-
-def slot_counts(batch: Batch) -> Tensor:
-    """Count the passes at each slot, on the host: (B, T-1)"""
-    return torch.from_numpy(batch.host_counts[:, :-1])
 
 
 class ValidationMetrics(nn.Module):
@@ -95,7 +97,7 @@ class ValidationMetrics(nn.Module):
         self.losses.update(sums, losses.slots)
         self.acceptance.update(**unrolled)
         if self.drift is not None:
-            self.drift.update(predictions, batch.features[:, 1:], batch.counts[:, :-1])
+            self.drift.update(predictions, batch.features[:, 1:], batch.mask.passes)
 
     def compute(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of each pass (K,), 0 without slots; and means (K,) by name, nan there.

@@ -5,7 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.train import step_flops
-from poss_lightning.losses.passes import pass_losses, slots_that_count
+from poss_lightning.losses.chunks import Heads
+from poss_lightning.losses.passes import LossSpec, pass_losses
 from tests.support.tiny import tiny_draft
 
 
@@ -26,11 +27,11 @@ def test_flops_are_those_that_torch_counts(target, deep, allocation, options):
     embedded, features = torch.randn(2, 1, 24, 32)
     inputs = torch.randn(1, 24, 96 if config.aux_layers else 32)
     counts = (torch.arange(24) % (depth + 1))[None]
-    loss = {"weights": {"token": 1.0}, "draft_head": draft.lm_head.weight if config.own_head else None}
+    heads = Heads(target.embed_head.head, draft.lm_head.weight if config.own_head else None)
     with FlopCounterMode(display=False) as counter:
-        outputs = draft(embedded, inputs, depth, begins=slots_that_count(counts, 1))
+        outputs = draft(embedded, inputs, depth, begins=(counts > 0).flatten().nonzero()[:, 0])
         passes = [draft.head_input(output) for output in outputs]
-        pass_losses(passes, features, counts, target.embed_head.head, **loss).total.backward()
+        pass_losses(passes, features, counts, heads, LossSpec(terms={"token": 1.0})).total.backward()
     plain = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items() if "bmm" not in str(op)}
     slots = int((counts > 0).sum())
     flops = step_flops(config, vocabulary=target.spec.vocab_size, tokens=24, slots=slots, context=0.0)

@@ -57,7 +57,7 @@ def naive_block(queries, keys, values, skip, packing, window):
 def test_output_norm_and_gradients_are_the_definition_s(skip, window, query_rows, dtype, monkeypatch):
     """Conversations and padding; one that goes a slot beyond the row; a row in which nothing is left over."""
     monkeypatch.setattr(attention, "QUERY_ROWS", query_rows)
-    monkeypatch.setattr(attention, "_compiled", lambda function: function)
+    monkeypatch.setattr(attention, "compiled", lambda function: function)
     # FlexAttention refuses gradients on a CPU, where its compiled kernel has none; uncompiled, it has them.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     rows = [[13, 31, 7], [65], [64]]
@@ -79,7 +79,7 @@ def test_an_epoch_compiles_three_frames_at_any_depth(monkeypatch):
     """
     counter = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(attention, "_compiled", cache(attention._compiled.__wrapped__))
+    monkeypatch.setattr(attention, "compiled", cache(attention.compiled.__wrapped__))
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     monkeypatch.setattr(attention, "FLEX_BLOCK", WIDTH // KV_HEADS)
     torch._dynamo.reset()

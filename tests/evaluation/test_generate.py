@@ -26,7 +26,7 @@ from tests.support.tiny import tiny_draft
 NUMBER = r"\d+\.\d+"
 PREPARED, TAU = rf" \(after {NUMBER} s of preparation\)", rf", τ {NUMBER}"
 ALONE = {"draft": None}
-PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), same tokens"
+PLAIN = rf", {NUMBER} × plain decoding \({NUMBER} tokens/s\), the same tokens, bit for bit"
 
 
 @pytest.fixture

@@ -7,10 +7,11 @@ import signal
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import Loader, add_noise, collate, counted_passes
+from poss_lightning.features.stream import Loader, add_noise, collate, count_passes
 from tests.support.tolerance import tolerance
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)
@@ -31,7 +32,7 @@ def naive_counts(length: int, spans: list[tuple[int, int]]) -> list[int]:
 )
 def test_the_passes_that_count_are_those_of_the_definition(spans):
     edges = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    counts = counted_passes(12, edges)
+    counts = count_passes(12, edges)
     assert counts.tolist() == naive_counts(12, spans)
     for k in range(1, 13):  # and the schedule knows their number ahead
         assert (answer_slots(12, edges) - (k - 1)).clip(0).sum() == (counts >= k).sum()
@@ -51,13 +52,15 @@ def test_collate_concatenates_conversations_and_pads_on_the_right():
     assert batch.ids == ["a", "b", "c"] and batch.tokens.shape == (2, 12) and batch.draft_input is batch.features
     for (row, here), one in zip(batch.parts(), [*rows[0], *rows[1]], strict=True):
         assert batch.tokens[row, here].equal(one.tokens) and batch.features[row, here].equal(one.features)
-        assert batch.greedy[row, here].equal(one.greedy)
-        assert batch.counts[row, here].equal(counted_passes(len(one.tokens), np.array(one.spans)))
+        assert batch.target_argmax[row, here].equal(one.greedy)
+        assert pad(batch.mask.passes, (0, 1))[row, here].equal(count_passes(len(one.tokens), np.array(one.spans)))
         assert batch.positions[row, here].tolist() == list(range(len(one.tokens)))
-    for padded in (batch.tokens, batch.features, batch.counts, batch.positions, batch.greedy + 1):
+    for padded in (batch.tokens, batch.features, batch.mask.passes, batch.positions, batch.target_argmax + 1):
         assert not padded[1, 5:].any()
-    assert batch.step.tokens == 17 and batch.step.batches == 1
-    assert batch.step.slots(12).tolist() == [int((batch.counts >= k).sum()) for k in range(1, 13)]
+    mask = batch.mask
+    assert mask.step_tokens == 17 and mask.step_batches == 1 and mask.passes.equal(torch.from_numpy(mask.host_passes))
+    assert mask.step_slots[:12].tolist() == [int((mask.passes >= k).sum()) for k in range(1, 13)]
+    assert mask.slots.equal(mask.passes.flatten().nonzero()[:, 0])
 
 
 def test_noise_is_bounded_by_the_length_of_a_conversation_and_does_not_depend_on_its_neighbours():
@@ -159,8 +162,9 @@ def test_processes_share_the_steps_and_each_knows_its_whole_step(world, accumula
         step = [planned for share in shares for planned in share[start : start + accumulate]]
         found = [answer_slots(LENGTHS[i], SPANS[i]) for i in shown(step)]
         for planned in step:
-            assert sorted(planned.step.answers.tolist()) == sorted(np.concatenate(found).tolist())
-            assert planned.step.tokens == LENGTHS[shown(step)].sum() and planned.step.batches == world * accumulate
+            slots = [sum(max(count - k, 0) for count in np.concatenate(found)) for k in range(len(planned.step_slots))]
+            assert planned.step_slots.tolist() == slots
+            assert planned.step_tokens == LENGTHS[shown(step)].sum() and planned.step_batches == world * accumulate
 
 
 @pytest.mark.parametrize("before", [(1, 1), (3, 2)])
@@ -195,8 +199,8 @@ SAMPLES = [sample(str(i), int(length)) for i, length in enumerate(LENGTHS)]
 def test_nothing_counts_in_a_batch_that_completes_the_last_step(workers):
     made = schedule(indices=[0, 1, 2], world=2, accumulate=2, rank=1, batch_tokens=40)
     batches = list(Loader(SAMPLES, made, workers))
-    assert made.taken == len(batches) == len(made) and not batches[-1].counts.any()
-    assert batches[-1].step.slots(3).sum() > 0
+    assert made.taken == len(batches) == len(made) and batches[-1].mask.is_empty
+    assert batches[-1].mask.step_slots.sum() > 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)

@@ -38,7 +38,7 @@ def test_flex_attention_is_causal_attention_with_its_norm_and_gradients(
     """Compared with our own block in float64 on the CPU, where FlexAttention runs eagerly and has no backward."""
     if device.type == "cpu":
         monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
-        monkeypatch.setattr(attention, "_compiled", lambda function: function)
+        monkeypatch.setattr(attention, "compiled", lambda function: function)
     count = 40 if device.type == "cpu" else 300
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(2, n, count, width, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads)]

@@ -28,7 +28,7 @@ class Kill(lightning.Callback):
         self.seen: list[tuple[int, list[str]]] = []  # epoch and conversations of each batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen.append((trainer.current_epoch, batch.ids if batch.counts.any() else []))
+        self.seen.append((trainer.current_epoch, [] if batch.mask.is_empty else batch.ids))
         if len(self.seen) == self.after:
             with atomic(Path(trainer.default_root_dir, f"seen-{trainer.global_rank}.json")) as path:
                 path.write_text(json.dumps(self.seen))

@@ -40,8 +40,8 @@ def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **cha
         for conversation in conversations:
             batch = collate([[conversation]])
             embedded, packing = embed_head.embed(batch.tokens[:, 1:]), Packing(batch.lengths, batch.positions[:, :-1])
-            predictions, counts = draft(embedded, batch.draft_input[:, :-1], depth, packing), batch.counts[:, :-1]
-            given = batch.greedy[:, 1:], batch.features[:, 1:], embed_head.head
+            predictions, counts = draft(embedded, batch.draft_input[:, :-1], depth, packing), batch.mask.passes
+            given = batch.target_argmax[:, 1:], batch.features[:, 1:], embed_head.head
             sums = sums + plain_losses(draft, predictions, counts, *given)
             slots += torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
         optimizer.zero_grad()

@@ -223,8 +223,8 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
     torch.manual_seed(0)
     module = SpecialistTraining(str(tmp_path / "store"), allocation=[1, 2])
     batch = collate([[store[i]] for i in range(6)])
-    ours, predictions = module._losses(batch, 3)
-    given = predictions, batch.features[:, 1:], batch.counts[:, :-1], module.embed_head.head
+    ours, predictions = module._losses(batch, module.loss, 3)
+    given = predictions, batch.features[:, 1:], batch.mask.passes, module.embed_head.head
     between = {"scale": module.embed_head.scale, "cap": module.embed_head.cap}
     twin = naive.pass_losses({"feature": 1.0, "token": 0.1, "topk": 1.0}, *given, **between)
     assert close(ours.weighted, twin, sums=3 * LAYER)

@@ -70,7 +70,8 @@ class PinnedLoader(DataLoader):
 def device(monkeypatch):
     monkeypatch.setattr("poss_lightning.features.stream.DataLoader", PinnedLoader)
     monkeypatch.setattr("poss_lightning.draft.attention.flex_attention", dense_attention)
-    monkeypatch.setattr("poss_lightning.draft.attention._compiled", lambda function: function)
+    for place in ("draft.attention", "losses.chunks"):
+        monkeypatch.setattr(f"poss_lightning.{place}.compiled", lambda function: function)
     with PretendedDevice() as device:
         yield device
 
@@ -211,6 +212,6 @@ def test_online_features_are_the_hosts(device):
         device.waits.clear()
         filled = online.fill(batch)
         assert all("_base_forward" in wait for wait in device.waits)  # transformers asks whether texts are packed
-        found.append([x.cpu() for x in (filled.features, filled.draft_input, filled.greedy)])
+        found.append([x.cpu() for x in (filled.features, filled.draft_input, filled.target_argmax)])
     for host, ours in zip(*found, strict=True):
         assert close(ours, host, sums=7 * LAYER)

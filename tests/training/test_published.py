@@ -46,7 +46,7 @@ def test_a_file_trains_with_the_published_loss(name, inner):
     module.trainer = SimpleNamespace(log_every_n_steps=0, global_step=0)
     ours = module.training_step(batch)
 
-    embed_head, counts, features = module.embed_head, batch.counts[:, :-1], batch.features[:, 1:]
+    embed_head, counts, features = module.embed_head, batch.mask.passes, batch.features[:, 1:]
     head, given = embed_head.head, (embed_head.embed(batch.tokens[:, 1:]), batch.draft_input[:, :-1])
     slots = torch.stack([(counts >= k).sum() for k in range(1, depth + 1)])
     if draft.config.predicts_feature:
@@ -55,7 +55,7 @@ def test_a_file_trains_with_the_published_loss(name, inner):
         predictions = [draft.head_input(predicted) for predicted in draft(*given, depth)]
         own_head = draft.lm_head.weight if draft.config.own_head else None
         if draft.config.own_head:  # no loss where the head has no row for the target's token
-            counts = counts * embed_head.has_row(batch.greedy[:, 1:])
+            counts = counts * embed_head.has_row(batch.target_argmax[:, 1:])
         sums = naive.pass_losses({"token": weights[1]}, predictions, features, counts, head, draft_head=own_head)
     divisor = slots if mean == "slots" else sum(len(sample.tokens) for sample in samples)
     assert draft.config.depth == depth == len(sums)

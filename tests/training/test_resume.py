@@ -128,7 +128,7 @@ def test_from_every_checkpoint_every_epoch_shows_each_conversation_once(store, t
         seen: list[tuple[int, int, list[str]]] = []  # epoch, step and conversations of each batch
         see = LambdaCallback(
             on_train_batch_start=lambda trainer, module, batch, _: seen.append(
-                (trainer.current_epoch, trainer.global_step, batch.ids if batch.counts.any() else [])
+                (trainer.current_epoch, trainer.global_step, [] if batch.mask.is_empty else batch.ids)
             )
         )
         options = {"accumulate_grad_batches": accumulate, "limit_val_batches": validated, "num_sanity_val_steps": 0}

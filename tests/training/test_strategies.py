@@ -116,7 +116,7 @@ def reference(sources) -> dict[str, tuple[Weights, Weights]]:
 def test_processes_have_uneven_slot_counts(sources):
     store = sources["eagle2"]["store"]
     schedule = FeatureData(store, **DATA).train_dataloader().schedule
-    sums = [sum(int(collate([[source]]).counts.sum()) for source in step) for step in step_by_step(store, 1)]
+    sums = [sum(int(collate([[source]]).mask.passes.sum()) for source in step) for step in step_by_step(store, 1)]
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
 
 

@@ -58,7 +58,7 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     samples = FeatureStore(own)
     with torch.no_grad():
-        losses, _ = module._losses(collate([[sample] for sample in samples]), 2)
+        losses, _ = module._losses(collate([[sample] for sample in samples]), module.loss, 2)
     means = losses.weighted / losses.slots
     assert close(found["val/loss"], means[0] + 0.7 * means[1], sums=2 * LAYER)
     replayed = replay_rounds(module.draft, module.embed_head, samples, Plan(2))
@@ -98,7 +98,7 @@ class Own(SpecialistTraining):
     def extra_losses(self, predictions, batch):
         if not self.training or self.global_step % 2:
             return None
-        counts = batch.counts[:, :-1]
+        counts = batch.mask.passes
         sums = [(each.square().sum(-1) * (counts >= k)).sum() for k, each in enumerate(predictions, 1)]
         return self.hparams["strength"] * torch.stack(sums)
 
@@ -121,8 +121,8 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
         module._trainer = data.trainer
         module.log = module.log_dict = lambda *_, **__: None
         found.append(gradient(module, [module.training_step(batch) / accumulate for batch in batches]))
-    slots = sum(torch.stack([(batch.counts[:, :-1] >= k).sum() for k in (1, 2)]) for batch in batches)
-    extra = [own.extra_losses(own._losses(batch, 2)[1], batch) for batch in batches]
+    slots = sum(torch.stack([(batch.mask.passes >= k).sum() for k in (1, 2)]) for batch in batches)
+    extra = [own.extra_losses(own._losses(batch, own.loss, 2)[1], batch) for batch in batches]
     expected = gradient(own, [(torch.tensor([1, 0.7]) / slots * each).sum() for each in extra])  # by the definition
     assert expected.norm() > 0
     assert close(found[0] - found[1], expected, sums=3 * 2 * LAYER, of=found[0].abs().max())

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import pad
 
 from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.draft.kinds import load_draft, make_draft
@@ -61,11 +63,11 @@ def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
     lightning.seed_everything(0)
     module = SpecialistTraining(inner, allocation=[4], **BLOCK)
     batch = batch_of(inner, (0, 20, 39), module.aux_layers)
-    begins = batch.counts[:, :-1] > 0
+    begins = batch.mask.passes > 0
 
     def loss(chains):
         with torch.no_grad():
-            return module._losses(batch, 4, chains=chains)[0].weighted
+            return module._losses(batch, module.loss, 4, chains=chains)[0].weighted
 
     some = torch.stack([loss(draw_chains(begins, 5, seed)) for seed in range(300)])
     error = some.std(0) / 300**0.5
@@ -124,9 +126,10 @@ def test_an_own_head_learns_within_its_vocabulary(inner, size):
     module = SpecialistTraining(inner, allocation=[2, 2], **EAGLE3, vocabulary_size=size)
     batch = batch_of(inner, (5, 30), module.aux_layers)
     assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
-    losses, predictions = module._losses(batch, 4)
-    whole = batch.counts[:, :-1]
-    counts = whole * torch.isin(batch.greedy[:, 1:], torch.arange(320) if size is None else module.draft.vocabulary)
+    losses, predictions = module._losses(batch, module.loss, 4)
+    whole = batch.mask.passes
+    known = torch.arange(320) if size is None else module.draft.vocabulary
+    counts = whole * torch.isin(batch.target_argmax[:, 1:], known)
     assert counts.any() and torch.equal(counts, whole) == (size is None)
     read = [module.draft.norm(prediction) for prediction in predictions]
     given = read, batch.features[:, 1:], counts, module.embed_head.head
@@ -178,7 +181,7 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
     logged = []
 
     def watch(trainer, module, outputs, batch, batch_idx):
-        logged.append((any(batch.spans), float(trainer.callback_metrics["train/loss"])))
+        logged.append((not batch.mask.is_empty, float(trainer.callback_metrics["train/loss"])))
 
     data = FeatureData(store, batch_tokens=512, validation=0.2)
     options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0, "log_every_n_steps": 1}
@@ -186,6 +189,10 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
     train(module, data, callbacks=[watching], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
+
+
+def with_passes(batch, passes):
+    return replace(batch, mask=replace(batch.mask, passes=passes))
 
 
 def logged_values(module, batch) -> dict[str, float]:
@@ -208,16 +215,17 @@ def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     module = SpecialistTraining(inner, allocation=[2, 2], **options | {"gamma": 0.7})
     batch = batch_of(inner, range(0, 40, 4), module.aux_layers)
     if kind == "eagle2":
-        short = batch._replace(counts=batch.counts.clamp(max=2))
+        short = with_passes(batch, batch.mask.passes.clamp(max=2))
     else:
         unknown = int((~module.embed_head.has_row(torch.arange(320))).nonzero()[0])
-        short = batch._replace(greedy=batch.greedy.masked_fill(batch.counts.roll(1, 1) > 2, unknown))
+        late = pad(batch.mask.passes, (1, 0)) > 2
+        short = replace(batch, target_argmax=batch.target_argmax.masked_fill(late, unknown))
     logged = logged_values(module, short)
     assert logged["val/loss"] > 0 and close(logged["val/loss"], logged["train/loss"], dtype=torch.float32)
     by_depth = [logged.get(f"val_loss/depth_{k}") for k in range(1, 5)]
     assert close(logged["val/loss"], by_depth[0] + 0.7 * by_depth[1], dtype=torch.float32)
     assert by_depth[2:] == [None, None]
-    none = logged_values(module, batch._replace(counts=torch.zeros_like(batch.counts)))
+    none = logged_values(module, with_passes(batch, torch.zeros_like(batch.mask.passes)))
     assert math.isnan(none.pop("val/loss"))  # and no smallest loss, which would make the best draft
     assert not any(map(math.isnan, none.values()))
 
