@@ -30,9 +30,9 @@ HELD_OUT, CUT = 16, 128  # conversations to validate on, the corpus's last; toke
 VOCABULARY = 4096  # tokens that the trained drafts may propose: the most common in the corpus
 STEPS, QUESTIONS, TOKENS = 400, 2, 64  # of each training; of each suite; of each answer
 MINUTES = 5  # that all of it should take; where the machine is slow it does less
-OVERHEAD = 60  # seconds to load the target a few times, measure trees and write the page, on any machine
+OVERHEAD = 45  # seconds to load the target a few times, measure trees and write the page, on any machine
 READ, WRITTEN = 384, 5  # tokens of a text that is timed: the demo takes as long as `WHOLE` of them,
-WHOLE, FIXED = 1300, 60  # and as `FIXED` more, however small it is
+WHOLE, FIXED = 1110, 140  # and as `FIXED` more, however small it is
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,10 +52,10 @@ def run(folder: Path, target: str, draft: str, minutes: float) -> None:
     steps = sizes["steps"]
 
     say(f"[1/4] the target reads {steps} conversations, and {HELD_OUT} to validate on")
-    extract(str(CORPUS), str(folder / "features"), target, limit=steps)
+    extract(str(CORPUS), str(folder / "features"), target=target, limit=steps)
     with gzip.open(str(CORPUS)) as lines, open(held_out := f"{folder}/held-out.jsonl", "wb") as file:
         file.writelines(lines.readlines()[-HELD_OUT:])
-    extract(held_out, str(folder / "held-out"), target, max_length=CUT)
+    extract(held_out, str(folder / "held-out"), target=target, max_length=CUT)
 
     drafts = {Path(draft).name: draft}
     for name, file in DRAFTS.items():

@@ -1,6 +1,7 @@
 """Precompute the target's features of a corpus: `poss extract`."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -14,8 +15,7 @@ from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
-from poss_lightning.target.model import Target
-from poss_lightning.target.placement import Parallel
+from poss_lightning.target.options import TargetOptions
 
 ASKED = "asked.json"  # in a finished store: what it was asked for, so that the same command need not read the corpus
 
@@ -24,22 +24,18 @@ ASKED = "asked.json"  # in a finished store: what it was asked for, so that the 
 def extract(
     corpus: str,
     out: str,
-    target: str = "embedded",
     split: str = "train",
     limit: Count | None = None,
     max_length: Tokens = 2048,
-    chat_template_kwargs: dict[str, Any] | None = None,
     strict: bool = False,
     batch_tokens: BatchTokens = 4096,
     shard_mb: Mebibytes = 512,
-    dtype: str = "auto",
-    device: str = "auto",
     stored: Stored = "exact",
     layers: list[Layer] | None = None,
-    parallel: Parallel = "none",
     engine: Literal["transformers", "vllm"] = "transformers",
     tensor_parallel: Count = 1,
     verify: bool = False,
+    **target: Any,
 ) -> None:
     """Write the feature store of a corpus.
 
@@ -50,35 +46,30 @@ def extract(
         corpus: file of conversations (JSON lines, a JSON array, parquet), a folder, or a hub id of `datasets`, with
             options as in `ID?config=NAME&revision=COMMIT`.
         out: folder to write.
-        target: "embedded", a local folder or a hub id.
         split: split of a folder or hub data set.
         limit: number of conversations to read; all by default.
         max_length: tokens at which a conversation is cut; the target's context at most.
-        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         strict: treat a malformed record, or one that the chat template refuses, as an error; otherwise such records
             are left out, counted and named, up to a tenth of all.
         batch_tokens: tokens of a forward pass, padding included.
         shard_mb: size of a shard, in MiB of features.
-        dtype: number format of the target, and of the features when they are read: auto (what this device multiplies
-            fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these; of several ranks on a machine, cuda gives each a
-            GPU of its own.
         stored: exact, or float8: e4m3 with one scale per token, half of bfloat16's bytes.
         layers: decoder layers, counted from 1, whose outputs are kept beside the features; EAGLE-3 takes 2, half of
             all, and all less 3.
-        parallel: none if the target fits on one device; layers spreads it over all GPUs of this process.
         engine: what runs the target: transformers, in this process; or vllm, which must be installed, for a target that
             does not fit on one GPU. The features are the same up to rounding.
         tensor_parallel: number of GPUs over which vLLM splits the target.
         verify: write nothing, but check every byte of the finished store `out`.
+        **target: whose features, and where and in what it computes; see `TargetOptions`.
     """
     asked = {name: value for name, value in locals().items() if name not in ("out", "verify")}
+    options = TargetOptions(**target)
     folder = Path(out)
     if verify:
         verify_files(folder)
         return print(f"{out}: every file is as it was written")
     check_folder(out, *STORE_FILES)
-    asked |= {"files": stamps(corpus) | stamps(target)}
+    asked |= {"files": stamps(corpus) | stamps(options.target)}
     if is_finished(folder) and (folder / ASKED).exists() and read_json(folder / ASKED) == asked:
         return tell(folder)
     rank = this_rank()
@@ -90,14 +81,13 @@ def extract(
     if engine == "vllm":
         from poss_lightning.serving.features import vllm_reader
 
-        where = choose_device(device)
-        model = Target.load(
-            target, choose_dtype(dtype, where), "cpu", chat_template_kwargs=chat_template_kwargs, exact=False
+        where = choose_device(options.device)
+        model = replace(options, dtype=choose_dtype(options.dtype, where), device="cpu", parallel="none").load(
+            exact=False
         )
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
-        where, reader = device_of(rank, device), TargetReader
-        model = Target.load(target, dtype, where, parallel, chat_template_kwargs=chat_template_kwargs, exact=False)
+        model, reader = replace(options, device=device_of(rank, options.device)).load(exact=False), TargetReader
     write_store(
         folder,
         model,

@@ -20,7 +20,7 @@ from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, 
 from poss_lightning.sampling import Sampling
 from poss_lightning.target.generation import PlainLoop
 from poss_lightning.target.model import Target
-from poss_lightning.target.placement import Parallel
+from poss_lightning.target.options import TargetOptions
 from poss_lightning.work import begun_with
 
 CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
@@ -32,14 +32,13 @@ ALONE = (
     "user_tokens",
     "openings",
 )  # options of messages that the target writes as the user
-MAY_DIFFER = ("out", "prompts", "conversations", "device", "parallel", "strict")  # in which a resumed run may differ
+MAY_DIFFER = ("out", "prompts", "conversations", "target", "strict")  # in which a resumed run may differ
 
 
 @check_numbers
 def synthesize(
     out: str,
     *,
-    target: str = "embedded",
     prompts: list[str] | str | None = None,
     conversations: Count | None = None,
     turns: Count = 1,
@@ -48,14 +47,11 @@ def synthesize(
     top_p: TopP = 0.95,
     user_tokens: Tokens = 96,
     answer_tokens: Tokens = 256,
-    chat_template_kwargs: dict[str, Any] | None = None,
     strict: bool = False,
     batch_size: Rows | None = None,
     openings: str | None = None,
     seed: Seed = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    parallel: Parallel = "none",
+    **target: Any,
 ) -> None:
     """Let the target answer prompts, or write whole conversations, as (compressed) JSON lines of chat messages.
 
@@ -66,7 +62,6 @@ def synthesize(
 
     Args:
         out: file to write, `.jsonl` or `.jsonl.gz`.
-        target: "embedded", a local folder or a hub id.
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
         conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all.
         turns: user messages of a conversation; a prompt has its own number.
@@ -76,19 +71,17 @@ def synthesize(
         top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
         user_tokens: most tokens of a user's message; a longer one is cut.
         answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
-        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         strict: treat a malformed prompt, or one that the chat template refuses, as an error; otherwise such prompts
             are left out, counted and named, up to a tenth of all.
         batch_size: conversations that are written side by side; 128 by default, with prompts 32.
         openings: file with one text per line; each first message begins with one of them, chosen by the seed. Messages
             that a target begins itself are less varied than those of users.
         seed: the same seed, target and machine give the same file.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none if the target fits on one device; layers spreads it over all GPUs of this process.
+        **target: which target, and where and in what it computes; see `TargetOptions`.
     """
     batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
     options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
+    where = TargetOptions(**target)
     if not user_temperature:
         raise ValueError(f"user_temperature is {user_temperature}; it must be above 0, or every message is the same")
     for name in ALONE if prompts is not None else ():
@@ -97,10 +90,10 @@ def synthesize(
     user, answer = Sampling(user_temperature, top_p=top_p), Sampling(temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
     questions = [] if prompts is None else read_suites(prompts, conversations or ALL, strict)
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs)
+    model = where.load()
     template = model.chat.template
-    settings = options | {"dtype": model.dtype_name, "openings": first_words, "fingerprint": model.spec.fingerprint}
-    settings |= {"chat_template_kwargs": template.variables}
+    settings = {"target": where.target, **options, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
+    settings |= {"openings": first_words, "chat_template_kwargs": template.variables}
     template.freeze(begun_with(corpus.work.folder).get("chat_template_kwargs", {}))
     written = {"answer": (answer, answer_tokens), "batch_size": batch_size, "seed": seed, "settings": settings}
     if prompts is not None:

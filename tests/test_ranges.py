@@ -11,6 +11,7 @@ import pytest
 from poss_lightning import cli
 from poss_lightning.configs import check_options
 from poss_lightning.draft.config import DraftOptions
+from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.ranges import Count, Position, Seed, Temperature, Weight, check_numbers, has_range
 from poss_lightning.training.module import SpecialistTraining
@@ -77,11 +78,13 @@ TOOLS = [getattr(import_module(module), name) for name, (module, _) in cli.TOOLS
 
 
 @pytest.mark.parametrize(
-    "owner", [*TOOLS, DraftOptions, FeatureData, SpecialistTraining], ids=lambda owner: owner.__name__
+    "owner",
+    [*TOOLS, DecodingOptions, DraftOptions, FeatureData, SpecialistTraining],
+    ids=lambda owner: owner.__name__,
 )
 def test_every_number_that_people_give_has_a_range(owner):
     annotations = {name: each.annotation for name, each in inspect.signature(owner).parameters.items()}
     assert not any(map(has_plain_number, annotations.values())) and annotations.get("seed", Seed) == Seed
-    if any(map(has_range, annotations.values())) and owner not in (DraftOptions, SpecialistTraining):
-        # the one checks itself, the hyperparameters of the other's subclasses allow no wrapper
+    if any(map(has_range, annotations.values())) and owner not in (DecodingOptions, DraftOptions, SpecialistTraining):
+        # two check themselves, the hyperparameters of the other's subclasses allow no wrapper
         assert hasattr(owner.__init__ if inspect.isclass(owner) else owner, "__wrapped__")

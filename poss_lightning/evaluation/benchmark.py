@@ -4,7 +4,7 @@ import hashlib
 import logging
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
@@ -19,17 +19,17 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
+from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.provenance import describe_method
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, AnswerRow, check_method_names
 from poss_lightning.evaluation.streaming import pieces_of
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import check_folder, read_json
-from poss_lightning.ranges import Count, Lookups, Seed, Temperature, Tokens, TopK, TopP, check_numbers
+from poss_lightning.ranges import Count, Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target.graphs import Graphs
 from poss_lightning.target.model import Target
-from poss_lightning.target.placement import Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -39,25 +39,15 @@ def benchmark(
     out: str,
     *,
     drafts: dict[str, str] | None = None,
-    target: str = "embedded",
     suites: list[str] | str | None = None,
     limit: Count | None = None,
     max_new_tokens: Tokens = 128,
     tree: Literal["fixed", "auto"] = "fixed",
     lookup: Lookups = 0,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    chat_template_kwargs: dict[str, Any] | None = None,
     baselines: list[Literal["plain", "generate", "lookup"]] | None = None,
     repeats: Count = 1,
     graphs: bool | None = None,
-    dtype: str = "auto",
-    device: str = "auto",
-    parallel: Parallel = "none",
-    exact: bool | None = None,
-    **plan: Any,
+    **decoding: Any,
 ) -> None:
     """Decode suites of prompts with every method and write rounds.parquet, answers.parquet and run.json.
 
@@ -70,7 +60,6 @@ def benchmark(
         out: folder to write.
         drafts: name and draft (folder, hub id or shipped draft) of each method, e.g. --drafts.hass
             runs/hass/draft-best.
-        target: "embedded", a local folder or a hub id.
         suites: files or folders of JSON lines, the project's own by name, or `hub:mt_bench` and the like, which
             `poss list` shows; all of the project's own by default.
         limit: decode at most this many questions of each suite, the first; by default all of a file, and 80 of most
@@ -79,57 +68,44 @@ def benchmark(
         tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
             earlier in the text join its trees; 0 for no such methods.
-        temperature: sampling temperature; 0 is greedy. Drafts and our own loop draw alike.
-        top_k: sample among the k most likely tokens; 0 for all.
-        top_p: sample among the most likely tokens that hold this probability.
-        seed: seed of sampling.
-        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         baselines: besides `plain` (our own loop), which gives the target's own answer: `generate` (transformers'), the
             default, and `lookup` (our loop with 10 looked-up tokens and no draft).
         repeats: how often each answer is decoded.
         graphs: run the steps of drafts and of our own loop as CUDA graphs; by default on CUDA.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
-        exact: draft the tokens of plain decoding, bit for bit, in any dtype; by default on a CPU where a trial agrees.
-        **plan: sizes of trees; see `Plan`.
+        **decoding: target, sizes of trees and sampling; see `DecodingOptions`.
     """
     suites = [suites] if isinstance(suites, str) else suites
-    config = {name: value for name, value in dict(locals()).items() if name not in ("out", "drafts", "plan")}
-    sizes = Plan(lookup=lookup, **plan)
+    config = {name: value for name, value in dict(locals()).items() if name not in ("out", "drafts", "decoding")}
+    options = DecodingOptions(lookup=lookup, **decoding)
     check_folder(out, *RUN_FILES)
     drafts = drafts or {}
     check_method_names(drafts)
     loaded = {name: load_draft(folder) for name, folder in drafts.items()}
-    sampling = Sampling(temperature, top_k, top_p)
     questions = read_suites(suites, limit)
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs, exact=exact)
+    target = options.load(options.exact)
     earlier = read_json(note) if (note := Path(out, RUN)).is_file() else {}
-    model.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
+    target.chat.template.freeze(earlier.get("config", {}).get("chat_template_kwargs") or {})
     for question in questions:  # a prompt that is too long is refused before anything is written
         try:
-            new_token_limits(model, [question.first_prompt(model.chat)], limit=1)
+            new_token_limits(target, [question.first_prompt(target.chat)], limit=1)
         except ValueError as error:
             raise ValueError(f"{question}, turn 0: {error}") from error
-    graphs = Graphs(model.device, graphs, model.has_graphs).enabled  # then one that fails is an error
-    lookups = Speculative.from_draft(model, None, Plan(lookup=DEFAULT_LOOKUP), graphs=graphs)
-    known = {PLAIN: Autoregressive(model, graphs), "generate": Generate(model), "lookup": lookups}
-    beside = ["generate"] if baselines is None else baselines
-    methods: dict[str, Decoder] = {name: known[name] for name in dict.fromkeys([PLAIN, *beside])}
+    graphs = Graphs(target.device, graphs, target.has_graphs).enabled  # then one that fails is an error
+    methods = make_baselines(target, ["generate"] if baselines is None else baselines, graphs)
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
-        method = f"{name}+lookup" if count else name
+        plan = replace(options.plan, lookup=count)
         try:
-            methods[method] = Speculative.from_draft(model, draft, replace(sizes, lookup=count), tree, graphs)
+            methods[f"{name}+lookup" if count else name] = Speculative.from_draft(target, draft, plan, tree, graphs)
         except ValueError as error:
             raise ValueError(f"draft {drafts[name]}: {error}") from error
     config |= {
-        **asdict(sizes),
-        "chat_template_kwargs": model.chat.template.variables or None,
+        **asdict(options),
+        "chat_template_kwargs": target.chat.template.variables or None,
         "graphs": graphs,
-        "dtype": model.dtype_name,
-        "exact": model.exact,
-        "device": str(model.device),
-        "fingerprint": model.spec.fingerprint,
+        "dtype": target.dtype_name,
+        "exact": target.exact,
+        "device": str(target.device),
+        "fingerprint": target.spec.fingerprint,
         "questions": digest(questions),
     }
     facts = {
@@ -139,10 +115,18 @@ def benchmark(
         "methods": {name: describe_method(method) for name, method in methods.items()},
         "suites": {question.suite: question.source for question in questions},
     }
-    decode = partial(decode_question, model, methods, repeats=repeats, seed=seed, limit=max_new_tokens)
-    parts = {f"question-{i:05d}": partial(decode, each, sampling=sampling) for i, each in enumerate(questions)}
-    first = questions[0].first_prompt(model.chat)
-    record(Path(out), facts, parts, model.device, begin=partial(_warm_up, methods, first, max_new_tokens, sampling))
+    given = {"limit": max_new_tokens, "sampling": options.sampling}
+    decode = partial(decode_question, target, methods, repeats=repeats, seed=options.seed, **given)
+    parts = {f"question-{i:05d}": partial(decode, each) for i, each in enumerate(questions)}
+    first = questions[0].first_prompt(target.chat)
+    record(Path(out), facts, parts, target.device, begin=partial(_warm_up, methods, first, **given))
+
+
+def make_baselines(target: Target, names: Iterable[str], graphs: bool) -> dict[str, Decoder]:
+    """Return plain decoding, and the other baselines of these names."""
+    lookups = Speculative.from_draft(target, None, Plan(lookup=DEFAULT_LOOKUP), graphs=graphs)
+    every = {PLAIN: Autoregressive(target, graphs), "generate": Generate(target), "lookup": lookups}
+    return {name: every[name] for name in dict.fromkeys([PLAIN, *names])}
 
 
 def decode_question(

@@ -15,14 +15,12 @@ from poss_lightning.decoding.autoregressive import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
-from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.kinds import load_draft
+from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.tree_view import draw, guesses_of
-from poss_lightning.ranges import Lookups, Seed, Temperature, Tokens, TopK, TopP, check_numbers
+from poss_lightning.ranges import Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.model import Target
-from poss_lightning.target.placement import Parallel
 from poss_lightning.target.template import Message
 from poss_lightning.terminal import printable
 
@@ -34,67 +32,46 @@ def generate(
     prompt: str,
     *,
     draft: str | None = None,
-    target: str = "embedded",
     max_new_tokens: Tokens = 256,
     tree: Literal["auto", "fixed"] | None = None,
     lookup: Lookups | None = None,
-    temperature: Temperature = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    seed: Seed = 0,
-    dtype: str = "auto",
-    device: str = "auto",
-    parallel: Parallel = "none",
-    exact: bool | None = None,
-    chat_template_kwargs: dict[str, Any] | None = None,
     compare: bool = True,
     chat: bool = False,
     show: Literal["tree"] | None = None,
-    **plan: Any,
+    **decoding: Any,
 ) -> None:
     """Print the answer to a prompt while it is decoded, then its speed and, unless in a chat, that of plain decoding.
 
     Args:
         prompt: the user's message; - reads it from stdin.
         draft: draft folder, hub id or shipped draft; without one the target decodes alone.
-        target: "embedded", a local folder or a hub id.
         max_new_tokens: most tokens of an answer.
         tree: "auto" chooses trees for the most tokens per second on this machine, "fixed" always uses depth and nodes;
             auto by default, but fixed where rounds are drawn, as auto may draft nothing.
         lookup: at most this many tokens that followed the same words earlier in the text join each tree; by default 10
             where trees are auto, and none without a draft. With a number and no draft they are all that is proposed.
-        temperature: sampling temperature; 0 takes the most likely token.
-        top_k: sample among the k most likely tokens; 0 for all.
-        top_p: sample among the most likely tokens that hold this probability.
-        seed: seed of sampling.
-        dtype: auto (what this device multiplies fastest), bfloat16, float16 or float32.
-        device: auto (cuda, else mps, else cpu), or one of these.
-        parallel: none, where the target fits one device; layers spreads it over all GPUs of this process.
-        chat_template_kwargs: variables of the target's chat template, as '{"enable_thinking": false}'.
         compare: decode the answer again by plain decoding, for the speed-up.
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token.
-        exact: draft the tokens of plain decoding, bit for bit, in any dtype; by default on a CPU where a trial agrees.
-        **plan: sizes of trees; see `Plan`.
+        **decoding: target, sizes of trees and sampling; see `DecodingOptions`.
     """
     tree = tree or ("fixed" if show else "auto")
-    sizes = Plan(lookup=choose_lookup(lookup, bool(draft), tree), **plan)
-    sampling = Sampling(temperature, top_k, top_p)
+    options = DecodingOptions(lookup=choose_lookup(lookup, bool(draft), tree), **decoding)
     if prompt == "-" and not chat:
         prompt = sys.stdin.read().strip()
     if not prompt.strip():
         raise ValueError("the prompt is empty: say something, or - to read it from stdin")
     loaded = load_draft(draft) if draft else None
-    model = Target.load(target, dtype, device, parallel, chat_template_kwargs=chat_template_kwargs, exact=exact)
+    model = options.load(options.exact)
     alone = Autoregressive(model)
-    decoder = Speculative.from_draft(model, loaded, sizes, tree) if loaded or sizes.lookup else alone
+    decoder = Speculative.from_draft(model, loaded, options.plan, tree) if loaded or options.lookup else alone
 
     messages: list[Message] = []
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):
         text.encode()  # a terminal's bytes may be no text: an error here names them
         messages.append(read_message({"role": "user", "content": text}, "the prompt"))
-        ask = partial(answer, prompt=model.chat.prompt(messages), sampling=sampling, seed=seed + turn)
+        ask = partial(answer, prompt=model.chat.prompt(messages), sampling=options.sampling, seed=options.seed + turn)
         is_compared = compare and decoder is not alone and not chat
         if is_compared:  # the first forward takes longer, and would count against one of the two
             ask(alone, limit=1)

@@ -23,7 +23,7 @@ def both(tmp_path_factory, tiny_folder, deep_folder) -> dict[str, dict]:
     corpus.write_text("".join(json.dumps({"messages": c.messages}) + "\n" for c in make_conversations()))
     found = {}
     for name, target, layers in (("", tiny_folder, None), ("-eagle3", deep_folder, [2, 4, 5])):
-        extract(str(corpus), str(folder / f"store{name}"), target, max_length=60, dtype="float32", layers=layers)
+        extract(str(corpus), str(folder / f"store{name}"), target=target, max_length=60, dtype="float32", layers=layers)
         found[f"online{name}"] = {"corpus": str(corpus), "target": target, "max_length": 60, "dtype": "float32"}
         found[f"store{name}"] = {"store": str(folder / f"store{name}")}
     return found

@@ -83,18 +83,18 @@ def test_the_same_command_reads_no_corpus_again_until_that_changes(tmp_path, tin
     corpus, out = tmp_path / "corpus.jsonl", str(tmp_path / "store")
     lines = [json.dumps({"messages": talk.messages}) + "\n" for talk in make_conversations(6)]
     corpus.write_text("".join(lines[:5]))
-    extract(str(corpus), out, tiny_folder, dtype="float32")
+    extract(str(corpus), out, target=tiny_folder, dtype="float32")
     said = capsys.readouterr().out
     with monkeypatch.context() as patch:
         patch.setattr("poss_lightning.extract.read_conversations", None)
-        extract(str(corpus), out, tiny_folder, dtype="float32")
+        extract(str(corpus), out, target=tiny_folder, dtype="float32")
     assert capsys.readouterr().out == said and ": 5 samples" in said
     for change in {"strict": True}, {"max_length": 50}:  # the first changes nothing
         with pytest.raises(ValueError, match="begun with") if "max_length" in change else nullcontext():
-            extract(str(corpus), out, tiny_folder, dtype="float32", **change)
+            extract(str(corpus), out, target=tiny_folder, dtype="float32", **change)
     corpus.write_text("".join(lines))
     with pytest.raises(ValueError, match=r"begun with other settings \(corpus "):
-        extract(str(corpus), out, tiny_folder, dtype="float32")
+        extract(str(corpus), out, target=tiny_folder, dtype="float32")
 
 
 # --- ranks ---

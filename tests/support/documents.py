@@ -118,8 +118,8 @@ def parsed(command: Command) -> dict[str, Any]:
 
     @functools.wraps(function)
     def stop(*args, **kwargs) -> None:
-        arguments = inspect.signature(function).bind(*args, **kwargs).arguments
-        raise Parsed(arguments | arguments.pop("plan", {}))
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        raise Parsed({**bound.arguments, **bound.kwargs})
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Parsed) as caught:
         patch.setattr(owner, work, stop)

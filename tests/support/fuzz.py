@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from poss_lightning import Plan, cli
 from poss_lightning.draft.config import DraftOptions
+from poss_lightning.evaluation.options import DecodingOptions
+from poss_lightning.target.options import TargetOptions
 
 SMALL = [1, 2, 3, 5]
 NUMBERS = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
@@ -148,11 +150,14 @@ def _options(draw: Callable, name: str) -> tuple[list[str], list[str]]:
 
 
 def _parameters(owner: Callable) -> dict[str, Parameter]:
-    """Options of a function or class; its keywords are those of a plan, or of a draft."""
+    """Options of a function or class; its keywords are those of a plan, a target or a draft."""
     found = signature(owner).parameters
     named = {name: each for name, each in found.items() if each.kind is not Parameter.VAR_KEYWORD}
-    passed_on = Plan if "plan" in found else DraftOptions
-    return named if len(named) == len(found) else {**signature(passed_on).parameters, **named}
+    passed_on = {"plan": Plan, "decoding": DecodingOptions, "target": TargetOptions, "draft": DraftOptions}
+    keywords = {
+        name: each for own in found.keys() - named.keys() for name, each in signature(passed_on[own]).parameters.items()
+    }
+    return keywords | named
 
 
 def _config(names: list[str]) -> st.SearchStrategy[bytes | None]:

@@ -22,7 +22,7 @@ def write_inputs(folder: Path) -> None:
     (folder / "empty.jsonl").write_text("\n")
     suite = write_suite(folder / "suite.jsonl", [QUESTION["content"]])
     write_suite(folder / "long.jsonl", ["word " * 600])
-    extract(str(folder / "corpus.jsonl"), str(folder / "store"), target, dtype="float32")
+    extract(str(folder / "corpus.jsonl"), str(folder / "store"), target=target, dtype="float32")
     tiny_draft(tiny_target(), [1, 1]).save_pretrained(folder / "draft")
     few = {"target": target, "dtype": "float32", "max_new_tokens": 8, "suites": [suite]}
     benchmark(str(folder / "records"), drafts={"d": str(folder / "draft")}, **few)
