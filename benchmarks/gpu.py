@@ -1,6 +1,7 @@
 """`make bench-gpu`: training, rounds, extraction, real answers and memory on a GPU.
 
-step      a training step at the sizes of Llama-3-8B and SmolLM2-135M, beside the published one and the rate of products
+step      a training step at the sizes of Llama-3-8B and SmolLM2-135M, beside the published one, the rate of products
+          and the time to read and write what its loss does
 rounds    rounds and plain steps at the sizes of Llama-3-8B, with and without graphs, beside the bandwidth floor
 extract   tokens per second of extraction, beside the bare forward
 answers   `poss benchmark` of the embedded target's suites, with a shipped draft
@@ -45,6 +46,9 @@ from poss_lightning.target.model import Target
 from poss_lightning.work import Work
 
 WARMUP = 4  # the prefill, and rounds that capture graphs
+# Bytes that the loss reads and writes per slot, token of the vocabulary and pass, in bfloat16 (losses/chunks.py): the
+# logits are written, then read for their norm, and with the target's for the terms and for the slope, which is written.
+LOSS_BYTES = 2 + 2 + 4 + 4 + 2
 
 Figures = dict[str, Any]
 Rows = Iterator[tuple[str, Callable[[], Figures]]]  # of a part: each row's name, and what measures it
@@ -85,8 +89,15 @@ TINY = Scale(
 
 def step(scale: Scale, device: str) -> Rows:
     dtype, sizes = getattr(torch, choose_dtype("auto", device)), {"8B": scale.sizes, "135M": scale.small_sizes}
+    rate = _rate(device)
+
+    def measure(sizes: tuple[int, ...], slots: int) -> Figures:
+        read = LOSS_BYTES * slots * sizes[-1] * sum(train.ALLOCATION)
+        of_loss = {"loss_gigabytes": read / 1e9, "loss_floor_ms": 1000 * read / rate}
+        return train.figures(sizes, slots, device, dtype) | of_loss
+
     for name, slots in scale.steps:
-        yield f"{name}, {slots} slots", partial(train.figures, sizes[name], slots, device, dtype)
+        yield f"{name}, {slots} slots", partial(measure, sizes[name], slots)
 
 
 def rounds(scale: Scale, device: str) -> Rows:
@@ -96,7 +107,7 @@ def rounds(scale: Scale, device: str) -> Rows:
     rate at which the device copies. Random drafts are never accepted, but random targets repeat themselves, and lookups
     then bring as many tokens as a round can.
     """
-    target, rate = _large_target(scale, device), copy_rate(device, 2**30 if device == "cuda" else 2**22)
+    target, rate = _large_target(scale, device), _rate(device)
     yield "copy", lambda: {"gigabytes_per_second": rate / 1e9}
     draft, tree = random_draft(target, (3, 3)), Plan(6, scale.nodes)
     methods = {"plain": partial(Autoregressive, target)} | {
@@ -164,8 +175,9 @@ def _large_target(scale: Scale, device: str) -> Target:
 # --- the floor of rounds ---
 
 
-def copy_rate(device: str, size: int = 2**30) -> float:
-    """Bytes per second that the device reads and writes while it copies `size` bytes."""
+def _rate(device: str) -> float:
+    """Bytes per second that the device reads and writes while it copies."""
+    size = 2**30 if device == "cuda" else 2**22
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / seconds(lambda: target.copy_(source), 9, device)
@@ -216,7 +228,8 @@ def time_round(
     taken = _seconds(decoder, request, repeats)
     read = round_bytes(decoder)
     found = {f"{part}_ms": 1000 * taken[part] for part in ("draft", "verify", "commit", "round") if part in taken}
-    return found | {f"{part}_floor_ms": 1000 * needed / rate for part, needed in read.items()}
+    bytes_read = {f"{part}_gigabytes": needed / 1e9 for part, needed in read.items()}
+    return found | bytes_read | {f"{part}_floor_ms": 1000 * needed / rate for part, needed in read.items()}
 
 
 def _seconds(decoder: Decoder, request: Request, repeats: int) -> dict[str, float]:

@@ -40,7 +40,7 @@ def text(seed: int) -> None:
     store = f"{out}/stores/{seed}" if seed else f"{out}/answers"
     drawn = f"{DIALOGUES} --user_tokens {new} --seed {seed} --temperature {seed % 2 * 0.7}"
     what = drawn if seed else f"--prompts {args.suites}"
-    what += f" --conversations {dialogues} --batch_size {min(dialogues, 256)} --answer_tokens {new}"
+    what += f" --conversations {dialogues} --batch_size {min(dialogues, 1024)} --answer_tokens {new}"
     if not Path(store, "manifest.json").exists():
         poss(f"text-{seed}", f"synthesize {store}.jsonl.gz {what} --device {DEVICE}")
         poss(f"features-{seed}", f"extract {store}.jsonl.gz {store} --device {DEVICE}")
@@ -69,7 +69,7 @@ def measure(name: str, command: str, drafts: dict[str, object]) -> None:
 
 (out / "logs").mkdir(parents=True, exist_ok=True)
 if "text" in args.stages:
-    list(pool.map(text, range(stores + 1)))
+    list(map(text, range(stores + 1)))  # one process fills the GPU with 1,024 rows
 if "sweeps" in args.stages:
     list(map(prepare, SWEEPS))
     shards = [(name, i, n) for name, n in SWEEPS.items() for i in range(1, n + 1)]

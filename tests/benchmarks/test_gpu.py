@@ -81,7 +81,7 @@ def test_a_row_that_fails_ends_no_other_and_a_killed_run_resumes(monkeypatch, tm
 
 
 def test_rows_with_graphs_ask_for_them_so_that_a_failed_capture_is_an_error(monkeypatch):
-    monkeypatch.setattr(gpu, "copy_rate", lambda *_: 1.0)
+    monkeypatch.setattr(gpu, "_rate", lambda *_: 1.0)
     monkeypatch.setattr(gpu, "_large_target", lambda *_: tiny_target())
     rows = {row: measure for row, measure in gpu.rounds(gpu.TINY, "cuda") if row != "copy"}
     assert len(rows) == 30 and {measure.args[0].keywords["graphs"] for measure in rows.values()} == {True, False}
