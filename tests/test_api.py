@@ -95,7 +95,7 @@ def test_token_ids_have_the_forms_that_transformers_takes(form, model, reference
 
 
 @pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("wrong", ["</s>", ["5"], [None, 5], {5}, 190.5, -1, [5, 320]])
+@pytest.mark.parametrize("wrong", ["</s>", ["5"], [None, 5], {5}, 190.5, -1, [5, 320], True])
 def test_what_is_no_token_id_is_refused_by_name(name, wrong, model, one):
     with pytest.raises(ValueError, match=f"^{name} is .*; it must be one or more token ids"):
         model.generate(**one, **{name: wrong})

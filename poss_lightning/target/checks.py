@@ -48,7 +48,8 @@ def check_target(target: "Target") -> None:
     _check_near(target, features, theirs, "its features")
     with reason(OWN_LOGITS):
         ours = target.embed_head.logits(theirs)
-    states = torch.stack([state.to(target.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
+    with reason("its layers and its features differ in width"):
+        states = torch.stack([state.to(target.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
     if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
         raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
     if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):

@@ -91,6 +91,7 @@ def explain_failure(name: str, error: Exception, architecture: str = "") -> str:
             "it: poss_lightning.load(model, tokenizer=tokenizer)"
         )
     else:
-        line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        line = " ".join(lines[: 1 + lines[0].endswith(":")])  # transformers' first line may end there
     what = f" ({architecture})" if architecture and isinstance(error, NotImplementedError) else ""
     return f"target {name!r}{what} cannot be used: {line}"

@@ -174,7 +174,7 @@ def token_ids(ids: Any, name: str = "a token id", vocabulary: int = 2**31) -> li
     try:
         given = torch.as_tensor([] if ids is None else ids)
         numbers = given.long()
-        if not ((numbers == given) & (numbers >= 0) & (numbers < vocabulary)).all():
+        if given.dtype == torch.bool or not ((numbers == given) & (numbers >= 0) & (numbers < vocabulary)).all():
             raise ValueError
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is {ids!r}; it must be one or more token ids below {vocabulary}") from error

@@ -189,6 +189,7 @@ REFUSED = {
     "mpt": ({}, "its MptConfig has no max_position_embeddings, or not one for all layers"),
     "gemma4_unified_text": (MIXED, "its Gemma4UnifiedTextConfig has no head_dim, or not one for all layers"),
     "youtu": ({}, "transformers itself cannot read 8 tokens with it"),
+    "opt": ({"word_embed_proj_dim": 16, "ffn_dim": 64}, "its layers and its features differ in width"),
     "electra": ({"is_decoder": True}, r"its logits are not head\(feature\)"),  # whose head is of a different width
 }
 
