@@ -10,6 +10,7 @@ from poss_lightning import cli
 from poss_lightning.configs import locate_configs, read_config
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
+from poss_lightning.evaluation.rounds import check_method_names
 from poss_lightning.features.schedule import split
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
@@ -22,6 +23,7 @@ from tests.support.command import Result, run_in, says, unchanged
 TWO = {"depth": 2, "allocation": (1, 1)}
 REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by name; words of what it says
     (LossSpec, {"terms": {"tokens": 1.0}}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
+    (check_method_names, (["PosS-2, 56 steps"],), "'PosS-2, 56 steps'; names stand in lists, so it must have no comma"),
     (choose_device, ("warp",), "device is 'warp', which this machine or this torch does not have"),
     (choose_dtype, ("int3", "cpu"), "dtype is 'int3'; it must be auto, bfloat16, float16 or float32"),
     (read_json, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not JSON: Expecting value"),

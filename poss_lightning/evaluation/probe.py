@@ -57,12 +57,12 @@ class Replay(lightning.Callback):
 def answered_samples(batch: Batch) -> list[Sample]:
     """Return the conversations of a batch that have answers of two or more tokens, with the spans of those answers."""
     samples = []
-    for text, part in zip((text for row in batch.rows for text in row), batch.parts(), strict=True):
-        starts = [(max(start, 1), stop) for start, stop in text.spans]  # the first token of a text is never predicted
+    for name, edges, part in zip(batch.ids, batch.spans, batch.parts(), strict=True):
+        starts = [(max(start, 1), stop) for start, stop in edges]  # the first token of a text is never predicted
         if spans := [(start, stop) for start, stop in starts if stop - start >= 2]:
             features = batch.features[part]
             layers = batch.draft_input[part].unflatten(-1, (-1, features.shape[-1]))  # (T, R/D, D), without noise here
-            samples.append(Sample(text.id, batch.tokens[part], batch.target_argmax[part], spans, features, layers))
+            samples.append(Sample(name, batch.tokens[part], batch.target_argmax[part], spans, features, layers))
     return samples
 
 

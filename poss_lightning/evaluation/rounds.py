@@ -124,12 +124,14 @@ def move_answers(cell: Path, experiment: Path) -> None:
 
 
 def check_method_names(drafts: Iterable[str]) -> None:
-    """Raise ValueError where a draft's name is not a string, or is that of a method without rounds."""
+    """Raise ValueError where a draft's name is not a string, is that of a method without rounds, or has a comma."""
     for name in drafts:
         if not isinstance(name, str):
             raise ValueError(f"a draft is named {name}, which YAML reads as {type(name).__name__}: quote it")
         if name in BASELINES:
             raise ValueError(f"a draft is named {name!r}, like a baseline: choose another name")
+        if "," in name:
+            raise ValueError(f"a draft is named {name!r}; names stand in lists, so it must have no comma")
 
 
 def find_rounds(path: Path) -> list[Path]:

@@ -49,6 +49,11 @@ class Batch(Transferable):
         """Tokens of each row's conversations."""
         return [[text.length for text in row] for row in self.rows]
 
+    @property
+    def spans(self) -> list[list[tuple[int, int]]]:
+        """The assistant's in each conversation, row by row; none where nothing counts."""
+        return [text.spans for row in self.rows for text in row]
+
     def parts(self) -> list[tuple[int, slice]]:
         """Return row and tokens of each conversation."""
         return [

@@ -58,7 +58,7 @@ def print_findings(found: Findings, all: bool = False) -> None:
     print(f"\n{printable(title)}\n\n{show(overview(found))}\n")
     corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
     for text in filter(None, (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")):
-        print(textwrap.fill(_plain(text), WIDTH))
+        print(textwrap.fill(_plain(text), WIDTH, break_on_hyphens=False))
     for title, table in all_tables(found).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
 
