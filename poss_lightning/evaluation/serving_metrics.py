@@ -54,15 +54,13 @@ def read_served(file: Path) -> Served:
         return _read_gauges(file, gauges)
     answers = [known for _, _, found in _answers(file) for known in found]
     histograms = [rounds for known in answers if (rounds := _accepted(known))]
-    if histograms:
-        most = max(map(max, histograms))
-        passed = [[sum(count >= k for count in rounds) for k in range(most + 1)] for rounds in histograms]
-        return Served(1 + sum(map(sum, histograms)) / sum(map(len, histograms)), passed)
-    weighted = [
-        (known[rounds], known[mean]) for known in answers for rounds, mean in MEANS.items() if known.get(rounds)
-    ]
+    means = [known for known in answers if _has_mean_alone(known)]
+    weighted = [(known[rounds], known[mean]) for known in means for rounds, mean in MEANS.items() if known.get(rounds)]
+    weighted += [(len(rounds), 1 + sum(rounds) / len(rounds)) for rounds in histograms]
     if total := sum(rounds for rounds, _ in weighted):
-        return Served(sum(rounds * mean for rounds, mean in weighted) / total, [])
+        most = max(map(max, histograms), default=0)
+        passed = [[sum(count >= k for count in rounds) for k in range(most + 1)] for rounds in histograms]
+        return Served(sum(rounds * mean for rounds, mean in weighted) / total, [] if means else passed)
     raise ValueError(f"{file}: no answer says what each round accepted: {HOW}; or save /metrics of vLLM or SGLang")
 
 
@@ -94,6 +92,8 @@ def read_engine(file: Path) -> "list[AnswerRow]":
                 "tokens": [],
             }
             rows.append(row)
+        elif any(map(_has_mean_alone, found)):
+            raise ValueError(f"{file}, line {number}: the answer has a mean, not what each round accepted: {HOW}")
     if not rows:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return rows
@@ -146,6 +146,10 @@ def _accepted(known: dict[str, Any]) -> list[int]:
     counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
     times = counts.items() if isinstance(counts, dict) else enumerate(counts)
     return known.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
+
+
+def _has_mean_alone(known: dict[str, Any]) -> bool:
+    return not _accepted(known) and any(known.get(rounds) for rounds in MEANS)
 
 
 def _read_counters(file: Path, counters: list[tuple[str, str, str]]) -> Served:

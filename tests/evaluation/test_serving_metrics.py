@@ -105,6 +105,7 @@ def gauge(**means: float) -> str:
 
 FIRST, REST = ROUNDS[0], ROUNDS[1] + ROUNDS[2]
 TAU = 1 + 8 / 7  # 8 tokens of 7 rounds; by answers 1 + (5/4 + 0 + 3) / 3
+MIXED = [sglang(FIRST), *({"meta_info": means(rounds)} for rounds in ROUNDS[1:])]
 STATES = [{"avg_spec_accept_length": mean, "memory": 3} for mean in (TAU, 0.0, None, TAU)]
 COUNTED = {  # with what is passed at each position, [] where a mean alone is known
     "vLLM's engines": (vllm_metrics({"m_0": FIRST, "m_1": REST}), [7, 4, 3, 1]),
@@ -113,6 +114,7 @@ COUNTED = {  # with what is passed at each position, [] where a mean alone is kn
     "SGLang's gauge": (gauge(m_0=TAU, m_1=0.0), []),
     "SGLang's server": (json.dumps({"internal_states": STATES}), []),
     "SGLang's means, weighted": (lines(*({"meta_info": means(rounds)} for rounds in ROUNDS)), []),
+    "SGLang's means beside histograms": (lines(*MIXED), []),
 }
 
 
@@ -146,6 +148,7 @@ def test_counters_that_say_nothing_of_a_draft_are_refused(tmp_path, text, words)
         ("# HELP vllm:n Number.\n", "is not JSON lines.*: give .* --per-request-spec-decode-metrics detailed"),
         (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
         (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
+        (lines(*MIXED), "line 2: the answer has a mean, not what each round accepted: give "),
         (lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
         ("[1]", "line 1: 1 does not say"),
     ],
