@@ -31,10 +31,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     (("replay", "{inputs}/store", "o", "--drafts", "a/b"), "drafts is a/b; it must be named, as --drafts.NAME a/b"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "it must be a text, so quote it in YAML; see {inputs}/n"),
     ((*FIT, "[2]", "alocation=[2]"), "begins with --, as --alocation=…; did you mean model.all"),
-    (
-        (*FIT, "[2]", "--config", "trainer/gpu.yaml"),
-        "no GPU here; it must be cpu or auto, as in trainer/cpu.yaml",
-    ),
+    ((*FIT, "[2]", "--config", "trainer/gpu.yaml"), "no GPU here; it must be cpu or auto, as in trainer/cpu.yaml"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml; did you mean model.depth?"),
     ((*FIT[:1], "--config", "draft/has.yaml"), "which `poss list` shows; did you mean draft/hass.yaml?"),
     ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),

@@ -78,9 +78,7 @@ TOOLS = [getattr(import_module(module), name) for name, (module, _) in cli.TOOLS
 
 
 @pytest.mark.parametrize(
-    "owner",
-    [*TOOLS, DecodingOptions, DraftOptions, FeatureData, SpecialistTraining],
-    ids=lambda owner: owner.__name__,
+    "owner", [*TOOLS, DecodingOptions, DraftOptions, FeatureData, SpecialistTraining], ids=lambda owner: owner.__name__
 )
 def test_every_number_that_people_give_has_a_range(owner):
     annotations = {name: each.annotation for name, each in inspect.signature(owner).parameters.items()}

@@ -36,13 +36,18 @@ def write(folder: Path, name: str, target: Target, kind: str = "safetensors", **
 UP = "layers.1.mlp.up_proj.weight"
 BLOCK, EAGLE3_NAME = {"target_layer_ids": [1], "mask_token_id": 3}, ["LlamaForCausalLMEagle3"]
 POSS = "poss --allocation=[2,2,2]"
+COMPUTED_BY_OTHERS = [  # a key that ours has not: a file, where in its config the key is, and values
+    ("dflash", "", {"causal": True, "architectures": ["JetSpecDraftModel"], "dflash_version": 2, "swa_block": 4}),
+    ("dflash", "", {"parallel_drafting": True, "projector_type": "domino", "selector_rank": 16}),
+    ("dflash", "dflash_config", {"causal": True, "markov": True, "attention_mode": "mla", "conv_kernel_size": 2}),
+    ("eagle3", "", {"architectures": ["PEagleDraftModel"], "mask_token_id": 3, "medusa_num_heads": 4, "n_predict": 3}),
+    ("eagle3", "", {"parallel_drafting": True, "ptd_token_id": 3, "target_hidden_size": 64}),
+    ("eagle3", "", {"quantization_config": {"bits": 4}}),
+    ("eagle3", "eagle_config", {"use_aux_hidden_state": False, "parallel_draft_step": 4, "eh_proj_before_attn": True}),
+]
 WRONG = [  # a file, how it is converted, and what is wrong with it
     (POSS, {UP: None}, f"{UP} is missing"),
-    (
-        POSS,
-        {"layers.0.self_attn.q_proj.bias": torch.zeros(D)},
-        "q_proj.bias is torch.float32 [32]; it has no place",
-    ),
+    (POSS, {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias is torch.float32 [32]; it has no place"),
     (POSS, {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
     ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing; lm_head.weight has 107 rows for 320 tokens"),
     (
@@ -50,11 +55,7 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
         {"embed_tokens.weight": torch.zeros(VOCABULARY, D)},
         "embed_tokens.weight is torch.float32 [320, 32]; it is not the target's",
     ),
-    (
-        "eagle3",
-        {"d2t": torch.zeros(107, dtype=torch.int64)},
-        "t2d is torch.bool [320]; it does not mark the 107",
-    ),
+    ("eagle3", {"d2t": torch.zeros(107, dtype=torch.int64)}, "t2d is torch.bool [320]; it does not mark the 107"),
     ("eagle3", {"d2t": -torch.arange(107)}, "d2t is torch.int64 [107]; it must lead to ascending ids"),
     ("eagle3", {KEY: 106}, "draft_vocab_size is 106; the draft proposes 107 tokens"),
     ("eagle3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is 'yarn'; a draft of ours has"),
@@ -70,49 +71,15 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("dflash", {"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is None"),
     ("dflash", {"dflash_config": BLOCK | {"use_swa": True}}, "use_swa is True; a draft of ours does not have it"),
     ("dflash", {"is_causal": True}, "is_causal is True"),
-    (
-        "dflash",
-        {"layer_types": ["sliding_attention"], "sliding_window": 9},
-        "layer_types is ['sliding_attention']",
-    ),
-    # what others compute, by a key or a tensor that ours has not
+    ("dflash", {"layer_types": ["sliding_attention"], "sliding_window": 9}, "layer_types is ['sliding_attention']"),
     *(
-        ("dflash", {key: value}, f"config.json: {key} is {value!r}; a draft of ours")
-        for key, value in {
-            "causal": True,
-            "architectures": ["JetSpecDraftModel"],
-            "dflash_version": 2,
-            "parallel_drafting": True,
-            "projector_type": "domino",
-            "selector_rank": 16,
-            "swa_block": 4,
-        }.items()
-    ),
-    *(
-        ("dflash", {"dflash_config": STATED["dflash_config"] | {key: value}}, f"config.json: {key} is {value!r}; a dr")
-        for key, value in {"causal": True, "markov": True, "attention_mode": "mla", "conv_kernel_size": 2}.items()
-    ),
-    *(
-        ("eagle3", {key: value}, f"config.json: {key} is {value!r}; a draft of ours")
-        for key, value in {
-            "architectures": ["PEagleDraftModel"],
-            "mask_token_id": 3,
-            "medusa_num_heads": 4,
-            "n_predict": 3,
-            "parallel_drafting": True,
-            "ptd_token_id": 3,
-            "quantization_config": {"bits": 4},
-            "target_hidden_size": 64,
-        }.items()
-    ),
-    *(
-        ("eagle3", {"eagle_config": {key: value}}, f"config.json: {key} is {value!r}; a draft of ours has")
-        for key, value in {"use_aux_hidden_state": False, "parallel_draft_step": 4}.items()
-    ),
-    (
-        "eagle3",
-        {"eagle_config": {"eh_proj_before_attn": True}},
-        "eh_proj_before_attn is True; a draft of ours",
+        (
+            name,
+            {place: STATED.get(place, {}) | {key: value}} if place else {key: value},
+            f"config.json: {key} is {value!r}; a ",
+        )
+        for name, place, changes in COMPUTED_BY_OTHERS
+        for key, value in changes.items()
     ),
     ("eagle3", {"num_hidden_layers": 4, "architectures": EAGLE3_NAME}, "num_hidden_layers is 4; the file has 1"),
     ("dflash", {"num_hidden_layers": 5}, "num_hidden_layers is 5; the file has 2"),
@@ -125,11 +92,7 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
     ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing (and "),
-    (
-        "eagle3 --input_format=speculators",
-        {},
-        "speculators_model_type is None; a draft of ours in this",
-    ),
+    ("eagle3 --input_format=speculators", {}, "speculators_model_type is None; a draft of ours in this"),
     ("speculators --input_format=eagle3", {"norm_output": True}, "hidden_size is None; a draft of ours for"),
     ("speed --input_format=eagle3", {}, "it has 3 layers, and a file of this format has one"),
     ("dflash --input_format=eagle", {}, "it has 2 layers, and a file of this format has one"),
@@ -221,8 +184,7 @@ def test_a_published_draft_is_recognised(deep, tmp_path, monkeypatch, name, chan
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: folder)
     for source in (folder, "owner/draft"):
         with pytest.raises(
-            ValueError,
-            match=rf"json has \w+\).* poss convert {source} DRAFT --input_format {found} --targ",
+            ValueError, match=rf"json has \w+\).* poss convert {source} DRAFT --input_format {found} --targ"
         ):
             load_draft(source)
 

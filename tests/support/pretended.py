@@ -18,16 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tests.support.pretended_calls import (
-    Call,
-    DeviceError,
-    Memory,
-    Pretended,
-    aten,
-    place,
-    replace_tensors,
-    storage_id,
-)
+from tests.support.pretended_calls import Call, DeviceError, Memory, Pretended, aten, place, replace_tensors, storage_id
 
 # What CUDA's autocast computes in its own dtype, and what in float32; of those that the package or its target uses.
 AUTOCAST = "AutocastPrivateUse1"
