@@ -33,10 +33,8 @@ BAD = [  # one of each kind; the tests of each room have the others
     ((*FIT, "[2]", "alocation=[2]"), "begins with --, as --alocation=…; did you mean model.all"),
     ((*FIT, "[2]", "--config", "trainer/gpu.yaml"), "no GPU here; it must be cpu or auto, as in trainer/cpu.yaml"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml; did you mean model.depth?"),
-    ((*FIT[:1], "--config", "draft/has.yaml"), "which `poss list` shows; did you mean draft/hass.yaml?"),
     ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),
     (("extract", "--corpus", "a"), "--corpus; corpus is given by its place"),
-    ((*THREE, "--config", "{inputs}/tab.yaml"), "{inputs}/tab.yaml is not valid YAML: while scanning"),
 ]
 
 

@@ -11,6 +11,7 @@ from poss_lightning.configs import locate_configs, read_config
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.evaluation.rounds import check_method_names
+from poss_lightning.features.datamodule import FeatureData
 from poss_lightning.features.schedule import split
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
@@ -34,6 +35,9 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
     (Plan, (65,), "depth is 65; it must be less than or equal to 64"),
     (DraftOptions, {"allocation": "2,2,2"}, "allocation is '2,2,2'; it must be a list of positive"),
     (SpecialistTraining, {"store": "x", "allocation": [1], "loss": {"token": 1e300}}, "loss.token is 1e+300; it must"),
+    (FeatureData, (), "give one of them"),
+    (FeatureData, lambda finished: {"store": str(finished), "corpus": "x.jsonl"}, "give one of them"),
+    (FeatureData, lambda finished: {"store": str(finished), "target": "other"}, "target is 'other', and store "),
     (DraftConfig, lambda target: {"target": target.spec, "detach": "yes"} | TWO, "detach is 'yes'; it must be a valid"),
     (DraftConfig, lambda target: {"target": target.spec, "fc_norm": True} | TWO, "fc_norm is True, which only kind"),
 ]

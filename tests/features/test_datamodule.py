@@ -1,9 +1,8 @@
-"""The DataModule: who is trained on, in which order, with which noise; which arguments go together."""
+"""The DataModule: who is trained on, in which order, with which noise."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from poss_lightning.features.datamodule import FeatureData
@@ -37,11 +36,3 @@ def test_noise_is_for_training_and_new_in_every_epoch(finished):
     assert drawn.any() and drawn.equal(noise())
     assert not drawn.equal(noise(epoch=1)) and not drawn.equal(noise(seed=1))
     assert not noise(training=False).any() and not noise(noise=0.0).any()
-
-
-def test_arguments_are_of_a_store_or_of_a_corpus(finished):
-    for sources in ({}, {"store": str(finished), "corpus": "x.jsonl"}):
-        with pytest.raises(ValueError, match="give one of them"):
-            FeatureData(**sources)
-    with pytest.raises(ValueError, match=r"target is 'other', and store .* has its own"):
-        FeatureData(str(finished), target="other")
