@@ -12,16 +12,9 @@ from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import Tree, root_tree
 from poss_lightning.draft.block import Block, begin_blocks
 from poss_lightning.draft.rope import apply_rope
-from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Noise
 from poss_lightning.target.grouped_attention import grouped_attention
 from poss_lightning.target.spec import EmbedHead
-
-
-def make_drafter(draft: Specialists, embed_head: EmbedHead, plan: Plan) -> TreeDrafter:
-    """Make the drafter for a draft of this kind; arguments and errors are those of `TreeDrafter`."""
-    kind: type[TreeDrafter] = BlockDrafter if isinstance(draft, Block) else TreeDrafter
-    return kind(draft, embed_head, plan)  # pyright: ignore[reportArgumentType]
 
 
 class BlockDrafter(TreeDrafter):

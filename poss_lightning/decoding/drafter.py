@@ -4,10 +4,15 @@ from typing import Protocol
 
 from torch import Tensor
 
+from poss_lightning.decoding.blocks import BlockDrafter
+from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import Tree
+from poss_lightning.draft.block import Block
+from poss_lightning.draft.specialists import Specialists
 from poss_lightning.sampling import Noise
 from poss_lightning.target.cache import Slots
+from poss_lightning.target.spec import EmbedHead
 
 
 class Drafter(Protocol):
@@ -51,3 +56,9 @@ class Drafter(Protocol):
     def state(self) -> list[Tensor]:
         """Return the tensors that a round changes, and reads before it writes them, beside those of `slots`."""
         ...
+
+
+def make_drafter(draft: Specialists, embed_head: EmbedHead, plan: Plan) -> TreeDrafter:
+    """Make the drafter for a draft of this kind; arguments and errors are those of `TreeDrafter`."""
+    kind: type[TreeDrafter] = BlockDrafter if isinstance(draft, Block) else TreeDrafter
+    return kind(draft, embed_head, plan)  # pyright: ignore[reportArgumentType]

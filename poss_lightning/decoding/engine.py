@@ -15,13 +15,12 @@ from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.auto import AutoPlans, Key
-from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
-from poss_lightning.decoding.drafter import Drafter
+from poss_lightning.decoding.drafter import Drafter, make_drafter
 from poss_lightning.decoding.lookup import Lookup, LookupAlone, join
 from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import Round
+from poss_lightning.decoding.rounds import HostRow, Round
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
 from poss_lightning.draft.specialists import Specialists
@@ -145,29 +144,36 @@ class Speculative(Decoder):
             if self.request_id != request_id:
                 raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
-            matches = [self.matches[self.active.prompts[row]] for row in self.active.rows]
-            plan = self.auto.choose(self._key(), matches) if self.auto else self.plan
+            plan = self._choose_plan()
             done, host_copy = self._round(plan, clock)
-            emitted = host_copy.tolist()  # the one synchronisation
-            counts = [row[0] + 1 if i in self.active.rows else 0 for i, row in enumerate(emitted)]
-            self.cache.slots.advance_host(counts)
-            if self.auto:
-                self.auto.learn(done, self.active.mask)
-            self.matches = {self.active.prompts[row]: emitted[row][1] for row in self.active.rows}
-            of_row = {self.active.prompts[row]: emitted[row][2 : emitted[row][0] + 3] for row in self.active.rows}
-            counted = {prompt: outputs.append(prompt, new) for prompt, new in of_row.items()}
-            tokens = {prompt: kept for prompt, (kept, _) in counted.items()}
-            accepted = {prompt: count for prompt, (_, count) in counted.items()}
+            rows = self._learn(done, [HostRow.of(row) for row in host_copy.tolist()])  # the one synchronisation
+            emitted = {prompt: outputs.append(prompt, row.tokens) for prompt, row in rows.items()}
+            tokens = {prompt: kept for prompt, (kept, _) in emitted.items()}
+            accepted = {prompt: count for prompt, (_, count) in emitted.items()}
             yield Progress(tokens, accepted, done.tree, done.verdict)
 
     # --- one round ---
+
+    def _choose_plan(self) -> Plan:
+        """Return what the next round drafts and verifies."""
+        matches = [self.matches[self.active.prompts[row]] for row in self.active.rows]
+        return self.auto.choose(self._key(), matches) if self.auto else self.plan
+
+    def _learn(self, done: Round, rows: list[HostRow]) -> dict[int, HostRow]:
+        """Let the host follow a round, and `tree: auto` learn from it; the active rows, by prompt."""
+        active = self.active.rows
+        self.cache.slots.advance_host([row.accepted + 1 if i in active else 0 for i, row in enumerate(rows)])
+        if self.auto:
+            self.auto.learn(done, self.active.mask)
+        of_prompt = {self.active.prompts[row]: rows[row] for row in active}
+        self.matches = {prompt: row.matched for prompt, row in of_prompt.items()}
+        return of_prompt
 
     def _round(self, plan: Plan, clock: Clock) -> tuple[Round, Tensor]:
         """Run one round of all rows; inactive ones do not advance, and their output means nothing.
 
         Returns:
-            What it did; and (B, 2 + K+1), what the host must know: how many tokens are accepted, how many matched in
-            the next lookup, and what is emitted.
+            What it did; and what the host must know of it, a `HostRow` each: (B, 2 + K+1).
         """
         slots, lookup = self.cache.slots, self.lookup
         of_lookup = [lookup.text, lookup.next, lookup.found]
@@ -177,19 +183,20 @@ class Speculative(Decoder):
 
     def _draft_verify_commit(self, plan: Plan, part: Timer) -> tuple[Round, Tensor]:
         lookup, depth = self.lookup, plan.reach
+        # The five steps of docs/METHOD.md, 6.
         with part("draft"):
             noise = self._noise(depth)
             noise.first(depth + 1)  # at once: fewer kernels
-            candidates = self.drafter.draft(self.root, plan, noise)
-            tree = join(rerank(candidates, plan.nodes), lookup.next[:, : plan.lookup])
+            candidates = self.drafter.draft(self.root, plan, noise)  # 1. draft
+            tree = join(rerank(candidates, plan.nodes), lookup.next[:, : plan.lookup])  # 2. re-rank
             looked_up = (lookup.found.clone(), lookup.next.clone()) if self.plan.lookup else ()
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
-            draft_input, logits = self._verify(tree, ancestors)  # (B, N, R), (B, N, V)
+            draft_input, logits = self._verify(tree, ancestors)  # 3. verify: (B, N, R), (B, N, V)
         with part("commit"):
             choice = self._choose(tree, ancestors, logits, noise.first(depth + 1))
-            verdict = judge(tree, ancestors, choice, depth)
-            self._commit(verdict, draft_input)
+            verdict = judge(tree, ancestors, choice, depth)  # 4. judge
+            self._commit(verdict, draft_input)  # 5. commit
             host_copy = torch.cat([verdict.accepted[:, None], lookup.found[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, candidates, plan.lookup, *looked_up), host_copy
 

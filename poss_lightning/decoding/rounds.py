@@ -1,7 +1,7 @@
 """What a round of a batch did, and how often its nodes are accepted, for `tree: auto`."""
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,20 @@ class Round(NamedTuple):
     def drafted(self) -> int:
         """Nodes, root included."""
         return self.tree.tokens.shape[1] - self.looked_up
+
+
+class HostRow(NamedTuple):
+    """What the host must know of a text's round."""
+
+    accepted: int
+    matched: int  # tokens, in the next lookup
+    tokens: list[int]  # the accepted ones and the bonus
+
+    @classmethod
+    def of(cls, row: list[int]) -> Self:
+        """Read a row of numbers: `accepted`, `matched`, and as many tokens as the longest path has, and one."""
+        accepted, matched, *tokens = row
+        return cls(accepted, matched, tokens[: accepted + 1])
 
 
 class Calibration:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from poss_lightning.decoding.blocks import make_drafter
+from poss_lightning.decoding.drafter import make_drafter
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.lookup import Lookup, join
 from poss_lightning.decoding.plans import Plan

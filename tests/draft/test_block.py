@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.blocks import make_drafter
 from poss_lightning.decoding.budget import Planner
+from poss_lightning.decoding.drafter import make_drafter
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import block

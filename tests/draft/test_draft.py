@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from poss_lightning.decoding.blocks import make_drafter
+from poss_lightning.decoding.drafter import make_drafter
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.plans import Plan
 from poss_lightning.draft import folder as folders
