@@ -91,7 +91,7 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
     data = FeatureData(store, batch_tokens=256)
     data.source = data.source.select(module.aux_layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
-    losses, _ = module.to(device)._losses(batch, 3)
+    losses, _ = module.to(device)._losses(batch, module.loss, 3)
     losses.total.backward()
     return [losses.weighted, *(parameter.grad for parameter in module.draft.parameters())]
 
