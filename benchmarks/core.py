@@ -13,8 +13,8 @@ from benchmarks.measure import in_turn, ratios, report
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
 from poss_lightning.shipped import CORPUS
-from poss_lightning.target.generation import pad_right
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.generation import pad_right
+from poss_lightning.target_model.model import Target
 
 
 @torch.inference_mode()

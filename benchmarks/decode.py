@@ -21,17 +21,17 @@ import torch
 from benchmarks.measure import in_turn, ratios, show, spread, write
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
 WARMUP = 3  # steps that are not counted: the prefill and two rounds
@@ -52,9 +52,9 @@ BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 PARTS = ("speed", "costs", "context", "batch")
 
 
-def speed(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
+def speed(target: Target, draft: DraftModel, questions: list[Question], limit: int) -> dict[str, Any]:
     """Tokens per second of each method, and how many times faster than `generate` and plain; with 95 % intervals."""
-    both = Plan(lookup=DEFAULT_LOOKUP)
+    both = TreePlan(lookup=DEFAULT_LOOKUP)
     methods = {
         "generate": Generate(target),
         "generate, prompt lookup": Generate(target, DEFAULT_LOOKUP),
@@ -81,7 +81,7 @@ def speed(target: Target, draft: Specialists, questions: list[Question], limit: 
     return found
 
 
-def costs(target: Target, drafts: dict[str, Specialists], rounds: int, plan: Plan | None = None) -> dict[str, Any]:
+def costs(target: Target, drafts: dict[str, DraftModel], rounds: int, plan: TreePlan | None = None) -> dict[str, Any]:
     """What each draft costs beside the first one: time of a round, all drafts' rounds in turn, and memory.
 
     A draft whose round takes `round_ratio` times as long needs that many times the tokens per round to break even.
@@ -101,7 +101,7 @@ def costs(target: Target, drafts: dict[str, Specialists], rounds: int, plan: Pla
     }
 
 
-def context(target: Target, draft: Specialists) -> dict[str, Any]:
+def context(target: Target, draft: DraftModel) -> dict[str, Any]:
     """What `tree: auto` measures on texts of several lengths; all but the plain step in plain steps."""
     found = {}
     for length in LENGTHS:
@@ -127,7 +127,7 @@ def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
     return 2 * caches * config.target.kv_heads * config.target.head_dim * dtype.itemsize
 
 
-def batch(target: Target, draft: Specialists, questions: list[Question], limit: int) -> dict[str, Any]:
+def batch(target: Target, draft: DraftModel, questions: list[Question], limit: int) -> dict[str, Any]:
     """By size of batch: rate and τ of prompts side by side, and how many times faster than batched plain decoding."""
     methods: dict[str, Decoder] = {"plain": Autoregressive(target)}
     methods |= {tree: Speculative.from_draft(target, draft, tree=tree) for tree in ("auto", "fixed")}

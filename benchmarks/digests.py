@@ -17,7 +17,7 @@ from poss_lightning.draft.folder import WEIGHTS
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import ANSWER_KEY, PLAIN, read_answers, read_rounds
-from poss_lightning.extract import extract
+from poss_lightning.extraction import extract
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.shipped import CORPUS
 from poss_lightning.training.fit import fit_once

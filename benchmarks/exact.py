@@ -11,21 +11,21 @@ from collections.abc import Callable
 import torch
 from tqdm import tqdm
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoder
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.machine import choose_dtype
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 DRAFTS = "embedded-hass", "embedded-poss2"
 TREES = {
-    "60 nodes + 10 looked up": (Plan(nodes=60, lookup=10), "fixed"),
-    "8 nodes": (Plan(nodes=8), "fixed"),
-    "auto": (Plan(lookup=10), "auto"),
+    "60 nodes + 10 looked up": (TreePlan(nodes=60, lookup=10), "fixed"),
+    "8 nodes": (TreePlan(nodes=8), "fixed"),
+    "auto": (TreePlan(lookup=10), "auto"),
 }
 
 

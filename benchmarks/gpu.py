@@ -30,19 +30,19 @@ from benchmarks import core, train
 from benchmarks.measure import in_turn, seconds, show, write
 from benchmarks.random_target import llama, random_draft, random_target
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoder, Request
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.provenance import provenance
 from poss_lightning.machine import choose_dtype
 from poss_lightning.reports.results import results
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.cache import SlotStore, TreeCache
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.cache import SlotStore, TreeCache
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 
 WARMUP = 4  # the prefill, and rounds that capture graphs
@@ -109,14 +109,14 @@ def rounds(scale: Scale, device: str) -> Rows:
     """
     target, rate = _large_target(scale, device), _rate(device)
     yield "copy", lambda: {"gigabytes_per_second": rate / 1e9}
-    draft, tree = random_draft(target, (3, 3)), Plan(6, scale.nodes)
+    draft, tree = random_draft(target, (3, 3)), TreePlan(6, scale.nodes)
     methods = {"plain": partial(Autoregressive, target)} | {
         name: partial(Speculative.from_draft, target, own, plan)
         for name, own, plan in (
-            ("lookup", None, Plan(lookup=DEFAULT_LOOKUP)),
+            ("lookup", None, TreePlan(lookup=DEFAULT_LOOKUP)),
             ("draft", draft, tree),
             ("draft+lookup", draft, replace(tree, lookup=DEFAULT_LOOKUP)),
-            ("chain", draft, Plan(6, 7, 1)),
+            ("chain", draft, TreePlan(6, 7, 1)),
         )
     }
     texts = [(1, scale.prompt_tokens, 0.0), (1, scale.prompt_tokens, 1.0), (1, scale.long_tokens, 0.0)]

@@ -21,14 +21,14 @@ from benchmarks.measure import compare_steps, report
 from benchmarks.random_target import llama
 from benchmarks.train import LLAMA_3_8B, SMOLLM2, Problem, largest_difference
 from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.tensors import Draft, to_theirs
 from poss_lightning.losses.chunks import Heads
 from poss_lightning.losses.passes import LossSpec, pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.target.describe import spec_of
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.describe import spec_of
+from poss_lightning.target_model.spec import EmbedHead
 
 DEPTH, VOCABULARY = 6, 32000
 
@@ -92,7 +92,7 @@ class Pair(Problem):
         return largest_difference((own.grad, theirs[names[name]].grad) for name, own in learnt)
 
 
-def make_peer(draft: Specialists, head: EmbedHead, norm: Tensor, sizes: tuple[int, ...]) -> Eagle3DraftModel:
+def make_peer(draft: DraftModel, head: EmbedHead, norm: Tensor, sizes: tuple[int, ...]) -> Eagle3DraftModel:
     """The model of speculators with a draft's weights, and a target's embedding, head and final norm (D,)."""
     layer = llama(*sizes, layers=1)
     if head.embedding.device.type == "cpu":

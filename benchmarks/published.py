@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from poss_lightning.draft.rope import Rope
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 
 
 def step(
-    draft: Specialists,
+    draft: DraftModel,
     head: Tensor,
     embedded: Tensor,
     inputs: Tensor,

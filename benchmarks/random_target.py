@@ -5,8 +5,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.model import Target
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.model import Target
 from tests.support.tiny import tiny_tokenizer
 
 
@@ -43,7 +43,7 @@ def random_draft(
     seed: int = 0,
     vocabulary: list[int] | None = None,
     **config,
-) -> Specialists:
+) -> DraftModel:
     """Untrained specialists on the target's device, in its dtype; `config` has more of `DraftConfig`."""
     torch.manual_seed(seed)
     kept = None if vocabulary is None else torch.tensor(vocabulary)

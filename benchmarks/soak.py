@@ -19,12 +19,12 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.random_target import random_draft
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.tiny import tiny_model, tiny_tokenizer
 
 GROWTH = 0.05  # allowed, of resident memory after the first fifth of the time
@@ -43,7 +43,7 @@ class Case:
     sampling: Sampling
     allocation: tuple[int, ...]
     proposals: int | None  # size of the draft's vocabulary, the answers' most common tokens: else few are accepted
-    plan: Plan
+    plan: TreePlan
     tree: str  # fixed or auto
 
     def generator(self) -> torch.Generator:
@@ -79,7 +79,7 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         ),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
-        plan=Plan(depth, depth + 1 + (0 if width == 1 else random.randint(0, 60)), width, random.choice([0, 0, 6])),
+        plan=TreePlan(depth, depth + 1 + (0 if width == 1 else random.randint(0, 60)), width, random.choice([0, 0, 6])),
         tree=random.choice(["fixed", "fixed", "auto"]),
     )
 

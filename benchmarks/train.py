@@ -22,7 +22,7 @@ from poss_lightning.draft.kinds import make_draft
 from poss_lightning.losses.chunks import Heads
 from poss_lightning.losses.passes import pass_losses
 from poss_lightning.machine import choose_dtype
-from poss_lightning.target.describe import spec_of
+from poss_lightning.target_model.describe import spec_of
 
 ALLOCATION, PAIRS = (3, 3), 5
 # hidden, intermediate, heads, kv heads, head_dim, vocabulary

@@ -266,7 +266,7 @@ def decode() -> None:
     from poss_lightning.decoding.engine import Speculative
     from poss_lightning.draft.kinds import load_draft
     from poss_lightning.sampling import Sampling
-    from poss_lightning.target.model import Target
+    from poss_lightning.target_model.model import Target
 
     target = Target.load("embedded", "float32", "cpu")
     engine = Speculative.from_draft(target, load_draft(DRAFT))

@@ -24,39 +24,47 @@ os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "256")
 
 if TYPE_CHECKING:
     from poss_lightning.api import load
-    from poss_lightning.decoding.plans import Plan
-    from poss_lightning.draft.kinds import load_draft
+    from poss_lightning.decoding.plans import TreePlan
+    from poss_lightning.draft.kinds import load_draft, make_draft
     from poss_lightning.evaluation.probe import Replay
     from poss_lightning.evaluation.rounds import read_rounds
-    from poss_lightning.features.datamodule import FeatureData
+    from poss_lightning.extraction import extract
+    from poss_lightning.features.datamodule import FeatureDataModule
     from poss_lightning.features.store import FeatureStore
+    from poss_lightning.metrics import UnrollAcceptance
     from poss_lightning.reports.results import results
     from poss_lightning.training.callbacks import DraftFolders
-    from poss_lightning.training.module import SpecialistTraining
+    from poss_lightning.training.module import DraftModule
 
 __version__ = "0.1.0"
 __all__ = [
     "DraftFolders",
-    "FeatureData",
+    "DraftModule",
+    "FeatureDataModule",
     "FeatureStore",
-    "Plan",
     "Replay",
-    "SpecialistTraining",
+    "TreePlan",
+    "UnrollAcceptance",
+    "extract",
     "load",
     "load_draft",
+    "make_draft",
     "read_rounds",
     "results",
 ]
 
-_PLACES = {
+_MODULES = {
     "DraftFolders": "training.callbacks",
-    "FeatureData": "features.datamodule",
+    "DraftModule": "training.module",
+    "FeatureDataModule": "features.datamodule",
     "FeatureStore": "features.store",
-    "Plan": "decoding.plans",
     "Replay": "evaluation.probe",
-    "SpecialistTraining": "training.module",
+    "TreePlan": "decoding.plans",
+    "UnrollAcceptance": "metrics",
+    "extract": "extraction",
     "load": "api",
     "load_draft": "draft.kinds",
+    "make_draft": "draft.kinds",
     "read_rounds": "evaluation.rounds",
     "results": "reports.results",
 }
@@ -64,9 +72,9 @@ _PLACES = {
 
 def __getattr__(name: str):
     """Each of these when it is asked for: importing the package imports no torch."""
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"poss_lightning.{_PLACES[name]}"), name)
+    return getattr(import_module(f"poss_lightning.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

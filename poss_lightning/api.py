@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from poss_lightning.corpus.turns import read_message
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.model import Target
-from poss_lightning.target.template import token_ids
+from poss_lightning.target_model.model import Target
+from poss_lightning.target_model.template import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,8 +37,8 @@ ANSWER_TOKENS = 256  # of an answer to a question, at most
 
 def load(
     target: "str | Path | PreTrainedModel" = "embedded",
-    draft: str | Path | Specialists | None = None,
-    plan: Plan | None = None,
+    draft: str | Path | DraftModel | None = None,
+    plan: TreePlan | None = None,
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
@@ -78,7 +78,7 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs, exact)
-    plan = plan or Plan(lookup=choose_lookup(None, draft is not None, tree))
+    plan = plan or TreePlan(lookup=choose_lookup(None, draft is not None, tree))
     if draft is None and not plan.lookup:
         return Model(Autoregressive(loaded))
     return Model(Speculative.from_draft(loaded, draft, plan, tree))

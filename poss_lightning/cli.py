@@ -22,7 +22,7 @@ TRAINER = {
 TOOLS = {
     "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
     "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
-    "extract": ("poss_lightning.extract", "precompute the target's features of a corpus"),
+    "extract": ("poss_lightning.extraction", "precompute the target's features of a corpus"),
     "convert": (
         "poss_lightning.interop.convert",
         "convert a draft, or a checkpoint, between formats and dtypes",

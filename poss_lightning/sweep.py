@@ -27,7 +27,7 @@ from tqdm import tqdm
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 from poss_lightning.configs import check_options, read_config
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.folder import local_folder
 from poss_lightning.evaluation import benchmark, replay
 from poss_lightning.evaluation.provenance import describe_inputs, origin
@@ -128,7 +128,7 @@ class Cell:
         start = self._start(coming)
         is_coming = start is not None and start.parent.resolve() in coming
         if draft := build(*self.layers, *[{"model": {"start_from": None}}] * is_coming):
-            Plan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
+            TreePlan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
             if store:
                 replay.check_store(store, draft)
 

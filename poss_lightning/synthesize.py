@@ -18,9 +18,9 @@ from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.generation import PlainLoop
-from poss_lightning.target.model import Target
-from poss_lightning.target.options import TargetOptions
+from poss_lightning.target_model.generation import PlainDecoder
+from poss_lightning.target_model.model import Target
+from poss_lightning.target_model.options import TargetOptions
 from poss_lightning.work import begun_with
 
 CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
@@ -127,7 +127,7 @@ def answer_questions(
     order = sorted(lengths, key=lambda place: lengths[place], reverse=True)
     with corpus.claim({**settings, "questions": digest([questions[place] for place in order])}):
         written: dict[int, Messages] = {}
-        loop = PlainLoop(target)
+        loop = PlainDecoder(target)
         size = PART * batch_size
         for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
             places = order[start : start + size]
@@ -153,7 +153,9 @@ def _record(question: Question, messages: Messages, target: Target) -> dict[str,
 
 
 @torch.inference_mode()
-def _answer_batch(loop: PlainLoop, questions: list[Question], choice: Choice, seed: int, size: int) -> list[Messages]:
+def _answer_batch(
+    loop: PlainDecoder, questions: list[Question], choice: Choice, seed: int, size: int
+) -> list[Messages]:
     """Return a conversation per question.
 
     It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens

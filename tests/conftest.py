@@ -18,7 +18,7 @@ from poss_lightning.evaluation.probe import answered_samples
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.features.writing import write_store
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.command import Poss, run_in
 from tests.support.inputs import write_inputs
 from tests.support.stores import SIZES, make_conversations

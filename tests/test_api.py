@@ -8,8 +8,8 @@ from transformers import GenerationConfig, TextStreamer
 import poss_lightning
 from poss_lightning import api, load
 from poss_lightning.api import Model
-from poss_lightning.decoding.autoregressive import Autoregressive
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.baselines import Autoregressive
+from poss_lightning.decoding.plans import TreePlan
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = ["How many legs has a horse?", "A horse", "the target says it. The draft proposes what"]
@@ -23,7 +23,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def model(reference) -> Model:
-    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), plan=Plan(2, 20, 4))
+    return load(reference, draft=tiny_draft(tiny_target(), [1, 2]), tokenizer=tiny_tokenizer(), plan=TreePlan(2, 20, 4))
 
 
 def padded(side: str = "left", prompts=PROMPTS) -> dict[str, torch.Tensor]:
@@ -195,7 +195,8 @@ def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target
     """Plainly, with a draft, and with lookups alone."""
     tiny_draft(target, [1, 1]).save_pretrained(tmp_path)
     models = [
-        load(tiny_folder, dtype="float32", **more) for more in ({}, {"draft": str(tmp_path)}, {"plan": Plan(lookup=3)})
+        load(tiny_folder, dtype="float32", **more)
+        for more in ({}, {"draft": str(tmp_path)}, {"plan": TreePlan(lookup=3)})
     ]
     plain, *others = (model.generate(**padded()) for model in models)
     assert all(torch.equal(plain, other) for other in others)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.talks import shortened
 from tests.support.tiny import tiny_draft, write_target
 

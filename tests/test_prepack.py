@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from poss_lightning import prepack
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
-from poss_lightning.target.model import Target
+from poss_lightning.decoding.baselines import Autoregressive, Generate
+from poss_lightning.target_model.model import Target
 from tests.support.decoders import speculate, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_target, tiny_tokenizer
 from tests.support.tolerance import close

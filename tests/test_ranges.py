@@ -12,9 +12,9 @@ from poss_lightning import cli
 from poss_lightning.configs import check_options
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.evaluation.options import DecodingOptions
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.ranges import Count, Position, Seed, Temperature, Weight, check_numbers, has_range
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 
 
 @check_numbers
@@ -53,10 +53,10 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant():
     for call, words in (
         (lambda: work(deph=3), "work takes no deph; did you mean depth?"),  # pyright: ignore[reportCallIssue]
         (
-            lambda: SpecialistTraining("store", alocation=[2]),
+            lambda: DraftModule("store", alocation=[2]),
             "DraftOptions takes no alocation; did you mean allocation?",
         ),
-        (lambda: SpecialistTraining("store", lr=1.0), "DraftOptions takes no lr; did you mean learning_rate?"),
+        (lambda: DraftModule("store", lr=1.0), "DraftOptions takes no lr; did you mean learning_rate?"),
     ):
         with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
             call()
@@ -78,11 +78,11 @@ TOOLS = [getattr(import_module(module), name) for name, (module, _) in cli.TOOLS
 
 
 @pytest.mark.parametrize(
-    "owner", [*TOOLS, DecodingOptions, DraftOptions, FeatureData, SpecialistTraining], ids=lambda owner: owner.__name__
+    "owner", [*TOOLS, DecodingOptions, DraftOptions, FeatureDataModule, DraftModule], ids=lambda owner: owner.__name__
 )
 def test_every_number_that_people_give_has_a_range(owner):
     annotations = {name: each.annotation for name, each in inspect.signature(owner).parameters.items()}
     assert not any(map(has_plain_number, annotations.values())) and annotations.get("seed", Seed) == Seed
-    if any(map(has_range, annotations.values())) and owner not in (DecodingOptions, DraftOptions, SpecialistTraining):
+    if any(map(has_range, annotations.values())) and owner not in (DecodingOptions, DraftOptions, DraftModule):
         # two check themselves, the hyperparameters of the other's subclasses allow no wrapper
         assert hasattr(owner.__init__ if inspect.isclass(owner) else owner, "__wrapped__")

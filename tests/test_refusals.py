@@ -8,15 +8,15 @@ import pytest
 
 from poss_lightning import cli
 from poss_lightning.configs import locate_configs, read_config
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.evaluation.rounds import check_method_names
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.schedule import split
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support.command import Result, run_in, says, unchanged
 
 # --- calls ---
@@ -31,13 +31,13 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
     (read_config, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not valid YAML: while scanning"),
     (locate_configs, (["--config", "draft/has.yaml"],), "which `poss list` shows; did you mean draft/hass.yaml?"),
     (split, (["a"] * 8, 0.5, 0), "there is one conversation: none can be held out"),
-    (Plan, (7, 7), "nodes is 7, which cannot hold a path of depth 7 and its root: give at least 8"),
-    (Plan, (65,), "depth is 65; it must be less than or equal to 64"),
+    (TreePlan, (7, 7), "nodes is 7, which cannot hold a path of depth 7 and its root: give at least 8"),
+    (TreePlan, (65,), "depth is 65; it must be less than or equal to 64"),
     (DraftOptions, {"allocation": "2,2,2"}, "allocation is '2,2,2'; it must be a list of positive"),
-    (SpecialistTraining, {"store": "x", "allocation": [1], "loss": {"token": 1e300}}, "loss.token is 1e+300; it must"),
-    (FeatureData, (), "give one of them"),
-    (FeatureData, lambda finished: {"store": str(finished), "corpus": "x.jsonl"}, "give one of them"),
-    (FeatureData, lambda finished: {"store": str(finished), "target": "other"}, "target is 'other', and store "),
+    (DraftModule, {"store": "x", "allocation": [1], "loss": {"token": 1e300}}, "loss.token is 1e+300; it must"),
+    (FeatureDataModule, (), "give one of them"),
+    (FeatureDataModule, lambda finished: {"store": str(finished), "corpus": "x.jsonl"}, "give one of them"),
+    (FeatureDataModule, lambda finished: {"store": str(finished), "target": "other"}, "target is 'other', and store "),
     (DraftConfig, lambda target: {"target": target.spec, "detach": "yes"} | TWO, "detach is 'yes'; it must be a valid"),
     (DraftConfig, lambda target: {"target": target.spec, "fc_norm": True} | TWO, "fc_norm is True, which only kind"),
 ]

@@ -7,7 +7,7 @@ import pytest
 from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.synthesize import synthesize
-from poss_lightning.target.generation import PlainLoop
+from poss_lightning.target_model.generation import PlainDecoder
 from tests.support.inputs import write_suite
 from tests.support.stores import dies_after
 
@@ -38,7 +38,7 @@ def test_answers_are_those_of_each_conversation_alone(answer, target, capsys):
         assert [message["content"] for message in messages[::2]] == turns
         for place in range(1, len(messages), 2):
             prompt = target.chat.prompt(messages[:place])
-            tokens = PlainLoop(target).generate([prompt], 12, target.chat.stops)[0]
+            tokens = PlainDecoder(target).generate([prompt], 12, target.chat.stops)[0]
             assert messages[place] == target.chat.message(tokens)
     with pytest.raises(ValueError, match=r"all 1 questions are left out: .* no room for prompt and answer"):
         answer("none.jsonl", [long])
@@ -56,15 +56,15 @@ def test_the_temperature_is_that_of_the_answers_and_options_of_the_users_message
 
 
 def test_prompts_of_like_length_are_answered_side_by_side(answer, monkeypatch):
-    batches, plain = [], PlainLoop.generate
-    monkeypatch.setattr(PlainLoop, "generate", lambda *given: batches.append([*map(len, given[1])]) or plain(*given))
+    batches, plain = [], PlainDecoder.generate
+    monkeypatch.setattr(PlainDecoder, "generate", lambda *given: batches.append([*map(len, given[1])]) or plain(*given))
     answer("out.jsonl", [["why " * count] for count in (3, 40, 5, 41, 4)], answer_tokens=1)
     assert [len(batch) for batch in batches] == [5] and batches[0] == sorted(batches[0], reverse=True)
 
 
 def test_a_killed_run_resumes_and_ends_with_the_same_file(answer, tmp_path):
     whole = answer("whole.jsonl", TURNS)
-    with dies_after(PlainLoop, "generate", 2):
+    with dies_after(PlainDecoder, "generate", 2):
         answer("killed.jsonl", TURNS)
     assert not (tmp_path / "killed.jsonl").exists()
     with pytest.raises(ValueError, match=r"killed.jsonl.parts was begun .* \(answer_tokens 12, now 9\)"):

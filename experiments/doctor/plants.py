@@ -29,7 +29,7 @@ from poss_lightning.doctor.texts import FROM_STORE, TargetAnswers
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.interop.convert import convert
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 
 Config, State = dict[str, Any], dict[str, Tensor]

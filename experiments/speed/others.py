@@ -23,16 +23,16 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, quants
 
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.benchmark import decode_question
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.suites import digest, read_suites
-from poss_lightning.target.embedded import GGUF
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.embedded import GGUF
+from poss_lightning.target_model.model import Target
 
 BF16 = GGMLQuantizationType.BF16
 LOOKUP = 10  # tokens, as `poss generate` takes by default
@@ -96,7 +96,7 @@ def main() -> None:
     target, draft = Target.load("embedded", "bfloat16", "cpu"), load_draft("embedded-hass")
     methods: dict[str, Decoder] = {
         "plain": Autoregressive(target),
-        "hass+lookup": Speculative.from_draft(target, draft, Plan(lookup=LOOKUP), "auto"),
+        "hass+lookup": Speculative.from_draft(target, draft, TreePlan(lookup=LOOKUP), "auto"),
         "generate": Generate(target),
         "generate+lookup": Generate(target, LOOKUP),
     }

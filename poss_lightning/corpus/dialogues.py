@@ -15,10 +15,10 @@ from tqdm import tqdm
 from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.chat import Chat
-from poss_lightning.target.generation import PlainLoop
-from poss_lightning.target.model import Target
-from poss_lightning.target.template import Message
+from poss_lightning.target_model.chat import Chat
+from poss_lightning.target_model.generation import PlainDecoder
+from poss_lightning.target_model.model import Target
+from poss_lightning.target_model.template import Message
 
 Choice = tuple[Sampling, int]  # how tokens are chosen, and how many at most
 _PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
@@ -59,7 +59,7 @@ def write_dialogues(
             f"{turns} turns of {user[1]} + {answer[1]} tokens do not fit the {target.spec.context} that "
             f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
         )
-    write = partial(_write_batch, PlainLoop(target), turns, user, answer, openings, batch_size)
+    write = partial(_write_batch, PlainDecoder(target), turns, user, answer, openings, batch_size)
     given = {"chat_template_kwargs": settings["chat_template_kwargs"]} if settings["chat_template_kwargs"] else {}
     with corpus.claim(settings):
         records = (record | given for record in islice(_records(corpus, write, seed), conversations))
@@ -100,7 +100,7 @@ def _records(corpus: CorpusWriter, write: "partial[list[Messages]]", seed: int) 
 
 @torch.inference_mode()
 def _write_batch(
-    loop: PlainLoop, turns: int, user: Choice, answer: Choice, openings: Sequence[str], size: int, seed: int
+    loop: PlainDecoder, turns: int, user: Choice, answer: Choice, openings: Sequence[str], size: int, seed: int
 ) -> list[Messages]:
     """Write `size` conversations; drop those with an empty message or special tokens inside one.
 
@@ -133,7 +133,7 @@ def _write_batch(
 
 
 def write_turn(
-    loop: PlainLoop, prompts: list[list[int]], choice: Choice, generator: torch.Generator, size: int
+    loop: PlainDecoder, prompts: list[list[int]], choice: Choice, generator: torch.Generator, size: int
 ) -> list[Message | None]:
     """Write the answer to each prompt, cut where the target's context is full; None where there is no room for any.
 

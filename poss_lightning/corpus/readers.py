@@ -29,7 +29,7 @@ from poss_lightning.corpus.turns import (
     unpacked,
 )
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.target.template import Message
+from poss_lightning.target_model.template import Message
 
 logger = logging.getLogger(__name__)
 

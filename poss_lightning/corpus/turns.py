@@ -7,7 +7,7 @@ from typing import Any
 
 from poss_lightning.corpus.formats import Malformed
 from poss_lightning.corpus.sampling_record import Draw
-from poss_lightning.target.template import THOUGHTS, Message, thinking
+from poss_lightning.target_model.template import THOUGHTS, Message, thinking
 
 _CALL = "tool call"
 _ROLES = {

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from poss_lightning.clock import Clock
+from poss_lightning.decoding.acceptance import Round
 from poss_lightning.decoding.budget import Planner
 from poss_lightning.decoding.costs import Costs
-from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import Round
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.sampling import Sampling
 
 Key = tuple[
@@ -26,7 +26,7 @@ class AutoPlans:
             for the device and a new plan takes a new graph, for every text, and again once its length has doubled.
     """
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: TreePlan, device: torch.device):
         self.plan, self.device, self.each_round = plan, device, device.type == "cpu"
         self.measured: dict[Key, Costs] = {}
         self.confirmed: set[Key] = set()  # measured again, as drafting did not pay
@@ -35,7 +35,7 @@ class AutoPlans:
         self.planner = Planner(plan, device)
         self.now: Costs | None = None
         self.trials = 0  # rounds to come that draft a whole tree
-        self.settled: Plan | None = None  # where plans are not chosen for each round
+        self.settled: TreePlan | None = None  # where plans are not chosen for each round
         self.due = True  # it must be chosen again
 
     def begin(self, sampling: Sampling, key: Key, measure: Callable[[bool], Costs], clock: Clock) -> None:
@@ -50,7 +50,7 @@ class AutoPlans:
         self.now, self.due = self.measured[key], True
         self.trials = self.planner.begin(self.now)
 
-    def choose(self, key: Key, matches: list[int]) -> Plan:
+    def choose(self, key: Key, matches: list[int]) -> TreePlan:
         """Choose the plan of the next round; `matches` are the tokens that matched in each row's lookup.
 
         Longer texts, and fewer rows, have costs of their own where these were measured.

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.drafting import TreeDrafter, top_log_probs
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, root_tree
 from poss_lightning.draft.block import Block, begin_blocks
 from poss_lightning.draft.rope import apply_rope
 from poss_lightning.sampling import Noise
-from poss_lightning.target.grouped_attention import grouped_attention
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.grouped_attention import grouped_attention
+from poss_lightning.target_model.spec import EmbedHead
 
 
 class BlockDrafter(TreeDrafter):
@@ -28,7 +28,7 @@ class BlockDrafter(TreeDrafter):
 
     specialists: Block
 
-    def __init__(self, specialists: Block, embed_head: EmbedHead, plan: Plan):
+    def __init__(self, specialists: Block, embed_head: EmbedHead, plan: TreePlan):
         super().__init__(specialists, embed_head, plan)  # pyright: ignore[reportArgumentType]
         self.steps, self.room = 1, specialists.config.depth + 1
 
@@ -41,7 +41,7 @@ class BlockDrafter(TreeDrafter):
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + offsets)
         self.store.write(slice(None), self.slots.flat_index(offsets), apply_rope(keys, rope), values)
 
-    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
+    def draft(self, root: Tensor, plan: TreePlan, noise: Noise | None = None) -> Tree:
         """Draft the most probable prefixes of each depth; see `TreeDrafter`."""
         width, depth, levels, count = min(plan.tree_width, self.plan.tree_width), plan.depth, [root_tree(root)], 1
         _, nodes, scores = levels[0]  # of the prefixes of a depth

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from poss_lightning.decoding.acceptance import MEMORY, Calibration, Round, Worth
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import NGRAM
-from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import MEMORY, Calibration, Round, Worth
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, node_depths
 
 SIZES = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80, 100, 128)  # of trees; few, so that few shapes occur
@@ -36,7 +36,7 @@ class Planner:
         device: where rounds are computed.
     """
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: TreePlan, device: torch.device):
         self.plan, self.depth = plan, plan.depth or 0
         self.sizes = np.array([n for n in SIZES if n < plan.nodes] + [plan.nodes])
         self.more = np.array([n for n in (0, *SIZES) if n < plan.lookup] + [plan.lookup])
@@ -53,7 +53,9 @@ class Planner:
         pays = not self.trees or self.why_plain(costs) is None
         return TRIALS if self.depth and (pays or self.texts % SELDOM == 0) else 0
 
-    def choose(self, costs: Costs, found: list[int] | None, whole: bool = False, kept: Plan | None = None) -> Plan:
+    def choose(
+        self, costs: Costs, found: list[int] | None, whole: bool = False, kept: TreePlan | None = None
+    ) -> TreePlan:
         """Choose the plan of the next round.
 
         Args:

@@ -16,7 +16,7 @@ from poss_lightning.clock import Clock
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 _TURNS = WeakKeyDictionary[nn.Module, RLock]()  # of threads
 

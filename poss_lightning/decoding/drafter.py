@@ -6,13 +6,13 @@ from torch import Tensor
 
 from poss_lightning.decoding.blocks import BlockDrafter
 from poss_lightning.decoding.drafting import TreeDrafter
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree
 from poss_lightning.draft.block import Block
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.sampling import Noise
-from poss_lightning.target.cache import Slots
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.cache import Slots
+from poss_lightning.target_model.spec import EmbedHead
 
 
 class Drafter(Protocol):
@@ -43,7 +43,7 @@ class Drafter(Protocol):
             counts: (B,) how many of the n are real.
         """
 
-    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
+    def draft(self, root: Tensor, plan: TreePlan, noise: Noise | None = None) -> Tree:
         """Draft a tree under `root` (B, 1), the newest token of each text, of at most the plan's depth.
 
         The engine verifies its best nodes, as many as planned. `noise` is T g at the places below the root.
@@ -58,7 +58,7 @@ class Drafter(Protocol):
         ...
 
 
-def make_drafter(draft: Specialists, embed_head: EmbedHead, plan: Plan) -> TreeDrafter:
+def make_drafter(draft: DraftModel, embed_head: EmbedHead, plan: TreePlan) -> TreeDrafter:
     """Make the drafter for a draft of this kind; arguments and errors are those of `TreeDrafter`."""
     kind: type[TreeDrafter] = BlockDrafter if isinstance(draft, Block) else TreeDrafter
     return kind(draft, embed_head, plan)  # pyright: ignore[reportArgumentType]

@@ -13,15 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, root_tree
 from poss_lightning.draft.rope import Rope, apply_rope
 from poss_lightning.draft.unroll import Chain
 from poss_lightning.prepack import Product, product_with
 from poss_lightning.sampling import Noise
-from poss_lightning.target.cache import Slots, SlotStore
-from poss_lightning.target.grouped_attention import grouped_attention
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.cache import Slots, SlotStore
+from poss_lightning.target_model.grouped_attention import grouped_attention
+from poss_lightning.target_model.spec import EmbedHead
 
 BLOCK = 128  # logits that are compared together, to find the few most likely of a large vocabulary
 
@@ -47,7 +47,7 @@ class TreeDrafter:
     """
 
     @torch.no_grad()
-    def __init__(self, specialists: Chain, embed_head: EmbedHead, plan: Plan):
+    def __init__(self, specialists: Chain, embed_head: EmbedHead, plan: TreePlan):
         config = specialists.config
         # With a head of its own, it reads of the target's EmbedHead no more than the embedding.
         self.specialists = specialists
@@ -91,7 +91,7 @@ class TreeDrafter:
         last = (counts - 1).clamp(min=0)[:, None, None]
         self.root_z.copy_(z.gather(1, last.expand(-1, -1, z.shape[-1])))
 
-    def draft(self, root: Tensor, plan: Plan, noise: Noise | None = None) -> Tree:
+    def draft(self, root: Tensor, plan: TreePlan, noise: Noise | None = None) -> Tree:
         """Draft a tree: at each step the most likely children of the best nodes, `tree_width` of both.
 
         With noise, "likely" means likely to be what the target draws with it.

@@ -13,22 +13,22 @@ from torch import Tensor, nn
 
 from poss_lightning.clock import Clock, Timer
 from poss_lightning.decoding import costs
+from poss_lightning.decoding.acceptance import HostRow, Round
 from poss_lightning.decoding.active import ActiveRows
 from poss_lightning.decoding.auto import AutoPlans, Key
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
 from poss_lightning.decoding.drafter import Drafter, make_drafter
 from poss_lightning.decoding.lookup import Lookup, LookupAlone, join
-from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import HostRow, Round
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, ancestor_mask, rerank
 from poss_lightning.decoding.verification import Verdict, judge
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.prepack import prepack
 from poss_lightning.sampling import Noise, TokenSampler
-from poss_lightning.target.generation import OutputTracker, pad_right, prefill
-from poss_lightning.target.graphs import Graphs
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.generation import OutputTracker, pad_right, prefill
+from poss_lightning.target_model.graphs import Graphs
+from poss_lightning.target_model.model import Target
 from poss_lightning.terminal import announced
 
 logger = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class Speculative(Decoder):
         self,
         target: Target,
         drafter: Drafter,
-        plan: Plan | None = None,
+        plan: TreePlan | None = None,
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
     ):
-        plan = plan or Plan()
+        plan = plan or TreePlan()
         depth = drafter.depth if plan.depth is None else plan.depth
         plan = replace(plan, depth=depth)
         if tree not in ("fixed", "auto"):
@@ -91,8 +91,8 @@ class Speculative(Decoder):
     def from_draft(
         cls,
         target: Target,
-        draft: Specialists | None,
-        plan: Plan | None = None,
+        draft: DraftModel | None,
+        plan: TreePlan | None = None,
         tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
     ) -> "Speculative":
@@ -105,9 +105,9 @@ class Speculative(Decoder):
         Raises:
             ValueError: the draft was trained for a different target, or the tree is impossible.
         """
-        plan = plan or Plan()
+        plan = plan or TreePlan()
         if draft is None:
-            return cls(target, LookupAlone(), Plan(0, 1, 1, plan.lookup), tree, graphs)
+            return cls(target, LookupAlone(), TreePlan(0, 1, 1, plan.lookup), tree, graphs)
         if difference := draft.config.target.difference(target.spec):
             raise ValueError(f"the draft was trained for a different target: {difference}")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
@@ -154,7 +154,7 @@ class Speculative(Decoder):
 
     # --- one round ---
 
-    def _choose_plan(self) -> Plan:
+    def _choose_plan(self) -> TreePlan:
         """Return what the next round drafts and verifies."""
         matches = [self.matches[self.active.prompts[row]] for row in self.active.rows]
         return self.auto.choose(self._key(), matches) if self.auto else self.plan
@@ -169,7 +169,7 @@ class Speculative(Decoder):
         self.matches = {prompt: row.matched for prompt, row in of_prompt.items()}
         return of_prompt
 
-    def _round(self, plan: Plan, clock: Clock) -> tuple[Round, Tensor]:
+    def _round(self, plan: TreePlan, clock: Clock) -> tuple[Round, Tensor]:
         """Run one round of all rows; inactive ones do not advance, and their output means nothing.
 
         Returns:
@@ -181,7 +181,7 @@ class Speculative(Decoder):
         key = (slots.extent_for(0), plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, plan), state, clock)
 
-    def _draft_verify_commit(self, plan: Plan, part: Timer) -> tuple[Round, Tensor]:
+    def _draft_verify_commit(self, plan: TreePlan, part: Timer) -> tuple[Round, Tensor]:
         lookup, depth = self.lookup, plan.reach
         # The five steps of docs/METHOD.md, 6.
         with part("draft"):

@@ -7,7 +7,7 @@ from poss_lightning.ranges import Depth, Lookups, Nodes, TreeWidth, refuse_numbe
 
 
 @dataclass(frozen=True)
-class Plan:
+class TreePlan:
     """The tree that a round drafts and verifies, and the looked-up tokens that join it.
 
     Args:
@@ -26,7 +26,7 @@ class Plan:
     lookup: Lookups = 0
 
     def __post_init__(self):
-        refuse_numbers(Plan, vars(self))
+        refuse_numbers(TreePlan, vars(self))
         if self.depth is not None and self.nodes <= self.depth:
             raise ValueError(
                 f"nodes is {self.nodes}, which cannot hold a path of depth {self.depth} and its root: give at least "
@@ -44,7 +44,7 @@ class Plan:
         depth, width = self.depth or 0, self.tree_width
         return 1 + (width + width**2 * (depth - 1) if depth else 0)
 
-    def for_draft(self, config: DraftConfig) -> "Plan":
+    def for_draft(self, config: DraftConfig) -> "TreePlan":
         """Return the plan with the draft's own depth where none is given, and no more nodes than are scored.
 
         Raises:

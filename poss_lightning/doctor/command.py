@@ -36,7 +36,7 @@ from poss_lightning.interop.problems import ForeignDraft
 from poss_lightning.interop.settings import publish
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
 from poss_lightning.reports.statistics import LEVEL, Comparison, interval, mean_over
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 
 LEAST, LATER = 0.02, 0.1  # gain in τ above which a cause is named, as a share; where position 1 gains nothing

@@ -10,8 +10,8 @@ from poss_lightning.interop import settings
 from poss_lightning.interop.convert import parse_published, read_published
 from poss_lightning.interop.layouts import find_layout, refuse
 from poss_lightning.interop.problems import ForeignDraft
-from poss_lightning.target.fingerprints import same_weights
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.fingerprints import same_weights
+from poss_lightning.target_model.model import Target
 
 Said = dict[str, Any]
 

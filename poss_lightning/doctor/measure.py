@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor.readings import Reading, bfloat16
 from poss_lightning.doctor.texts import LONG
 from poss_lightning.draft.attention import Packing
@@ -99,7 +99,7 @@ def replayed(
 ) -> Counts:
     """Count what rounds accept, as `poss replay` does; by default chains, and in the dtype of the target."""
     depth, reading = reading.depth, reading.changed(**bfloat16(reading)) if is_rounded else reading
-    plan = Plan(depth, max(nodes, depth + 1), width)
+    plan = TreePlan(depth, max(nodes, depth + 1), width)
     rounds = replay_rounds(reading.draft, reading.embed_head, as_read(samples, reading), plan)
     accepted = [np.array([count for answer in own for count in answer], int)[:, None] for own in rounds]
     places = np.arange(1, depth + 1)

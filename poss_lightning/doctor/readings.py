@@ -18,9 +18,9 @@ from torch import Tensor
 from poss_lightning.doctor.texts import ANSWERS, SWITCHES
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling, rope_at
-from poss_lightning.draft.specialists import DraftConfig, Specialists
-from poss_lightning.target.model import Target
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.draft.specialists import DraftConfig, DraftModel
+from poss_lightning.target_model.model import Target
+from poss_lightning.target_model.spec import EmbedHead
 from poss_lightning.work import flat
 
 Changes = dict[str, Any]  # fields of a draft's config, or of a reading
@@ -70,7 +70,7 @@ class Reading:
         return "-".join(map(str, self.steps))
 
     @cached_property
-    def draft(self) -> Specialists:
+    def draft(self) -> DraftModel:
         """The draft as it is read; ValueError where config and weights contradict each other."""
         with torch.device("meta"):
             draft = make_draft(self.config, self.state.get("vocabulary"))

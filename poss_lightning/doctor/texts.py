@@ -19,7 +19,7 @@ from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.features.writing import tokenize
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.synthesize import answer_questions
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 ANSWERS, DRAWN, LONG = "answers", "temperature 1", "one long text"
 SWITCHES: dict[str, Callable[[Question], Question]] = {  # of the chat template, where they change a prompt

@@ -19,11 +19,11 @@ from torch import Tensor
 from poss_lightning.draft.attention import KeysValues, Packing, block_on
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.layer import BlockLayer, Norm, Specialist
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.spec import EmbedHead
 
 
-class Block(Specialists):
+class Block(DraftModel):
     """Drafts all positions at once, so that none reads a predicted feature; the target's head reads its output."""
 
     layer_type = BlockLayer
@@ -60,7 +60,7 @@ class Block(Specialists):
     def init_head(self, embed_head: EmbedHead) -> None:
         self.mask.copy_(embed_head.embedding[self.config.mask_row])
 
-    def sources(self, other: Specialists) -> list[Specialist]:
+    def sources(self, other: DraftModel) -> list[Specialist]:
         return list(other.layers)
 
 

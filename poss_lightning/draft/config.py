@@ -9,7 +9,7 @@ from annotated_types import Ge, Le
 
 from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.ranges import MAX_POSITIONS, Position, Size, Tokens, refuse_types
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target_model.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
 LEAST_LAYERS = 4  # of a target whose inner layers are read

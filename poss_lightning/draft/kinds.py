@@ -32,10 +32,10 @@ from poss_lightning.draft.folder import (
     load_checkpoint,
 )
 from poss_lightning.draft.layer import Norm, NormedSpecialist
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.draft.unroll import Chain
 from poss_lightning.prepack import Product
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 
 class Eagle2(Chain):
@@ -98,7 +98,7 @@ class Eagle3(Chain):
     def init_head(self, embed_head: EmbedHead) -> None:
         self.lm_head.weight.data.copy_(embed_head.head * embed_head.scale)
 
-    def copy_from(self, other: Specialists) -> None:
+    def copy_from(self, other: DraftModel) -> None:
         if other.config.norm_before_fc:  # and no option of a training makes one
             self.fc_norm = copy.deepcopy(other.fc_norm)
         super().copy_from(other)
@@ -110,16 +110,16 @@ class Eagle3(Chain):
         self.lm_head.weight.data[torch.isin(ids, other_ids)] = kept
 
 
-PREFIX = "draft."  # of the draft's tensors in the state of `SpecialistTraining`
-KINDS: dict[str, type[Specialists]] = {"eagle2": Eagle2, "eagle3": Eagle3, "block": Block}
+PREFIX = "draft."  # of the draft's tensors in the state of `DraftModule`
+KINDS: dict[str, type[DraftModel]] = {"eagle2": Eagle2, "eagle3": Eagle3, "block": Block}
 
 
-def make_draft(config: DraftConfig, vocabulary: Tensor | None = None) -> Specialists:
-    """Make a draft of its kind with random weights; arguments and errors are those of `Specialists`."""
+def make_draft(config: DraftConfig, vocabulary: Tensor | None = None) -> DraftModel:
+    """Make a draft of its kind with random weights; arguments and errors are those of `DraftModel`."""
     return KINDS[config.kind](config, vocabulary)
 
 
-def load_draft(source: str | Path) -> Specialists:
+def load_draft(source: str | Path) -> DraftModel:
     """Load a draft from a local folder, a hub id, a shipped draft's name, or a checkpoint of a training, *.ckpt.
 
     It is in float32, however it is stored. A checkpoint of any strategy needs neither a GPU nor a process group.

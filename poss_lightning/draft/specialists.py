@@ -15,7 +15,7 @@ from poss_lightning.draft.layer import Specialist
 from poss_lightning.draft.rope import Rope, rope_at
 from poss_lightning.files import atomic
 from poss_lightning.prepack import Product
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 # options that a draft takes over with the weights that it starts from
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
@@ -31,7 +31,7 @@ class Layers(nn.ModuleList):
         def __iter__(self) -> Iterator[Specialist]: ...
 
 
-class Specialists(nn.Module):
+class DraftModel(nn.Module):
     """Specialists that share one `fc`, and borrow the target's embedding, and some its head (`EmbedHead`).
 
     A kind is a subclass (`draft/kinds.py`), which `make_draft` chooses. It has four methods of its own: `fuse` makes
@@ -117,7 +117,7 @@ class Specialists(nn.Module):
     def init_head(self, embed_head: EmbedHead) -> None:
         """Copy what it learns to change of the target's embedding and head, cut to the draft's vocabulary."""
 
-    def start_from(self, other: "Specialists") -> None:
+    def start_from(self, other: "DraftModel") -> None:
         """Take over the weights and rotary angles of another draft; of an own head, the rows that both have.
 
         Every specialist becomes the one that serves its first position in `other`. The published start of PosS is a
@@ -140,7 +140,7 @@ class Specialists(nn.Module):
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"the draft to start from has other sizes: {error}") from error
 
-    def copy_from(self, other: "Specialists") -> None:
+    def copy_from(self, other: "DraftModel") -> None:
         """Take over another draft's weights, after the checks of `start_from`."""
         self.config = replace(self.config, **{name: getattr(other.config, name) for name in INHERITED})
         self.trained_on = other.trained_on
@@ -150,7 +150,7 @@ class Specialists(nn.Module):
         for layer, source in zip(self.layers, self.sources(other), strict=True):
             layer.start_from(source)
 
-    def sources(self, other: "Specialists") -> list[Specialist]:
+    def sources(self, other: "DraftModel") -> list[Specialist]:
         """List the layer of another draft that each of its own layers starts from."""
         firsts = [self.config.specialists.index(index) + 1 for index in range(len(self.layers))]
         return [other.layers[other.config.specialist_at(first)] for first in firsts]

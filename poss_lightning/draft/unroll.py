@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from poss_lightning.draft.attention import KeysValues, Packing, attend
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 
 
-class Chain(Specialists):
+class Chain(DraftModel):
     """A draft that reads what it predicted, so that each position follows from the one before."""
 
     def forward(

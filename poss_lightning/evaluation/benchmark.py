@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, new_token_limits
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.provenance import describe_method
@@ -28,8 +28,8 @@ from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import check_folder, read_json
 from poss_lightning.ranges import Count, Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.graphs import Graphs
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.graphs import Graphs
+from poss_lightning.target_model.model import Target
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def benchmark(
 
 def make_baselines(target: Target, names: Iterable[str], graphs: bool) -> dict[str, Decoder]:
     """Return plain decoding, and the other baselines of these names."""
-    lookups = Speculative.from_draft(target, None, Plan(lookup=DEFAULT_LOOKUP), graphs=graphs)
+    lookups = Speculative.from_draft(target, None, TreePlan(lookup=DEFAULT_LOOKUP), graphs=graphs)
     every = {PLAIN: Autoregressive(target, graphs), "generate": Generate(target), "lookup": lookups}
     return {name: every[name] for name in dict.fromkeys([PLAIN, *names])}
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from poss_lightning.corpus.turns import read_message
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
@@ -21,7 +21,7 @@ from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.tree_view import draw, guesses_of
 from poss_lightning.ranges import Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.template import Message
+from poss_lightning.target_model.template import Message
 from poss_lightning.terminal import printable
 
 logger = logging.getLogger(__name__)

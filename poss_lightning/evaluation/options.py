@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.ranges import Seed, Temperature, TopK, TopP, refuse_numbers
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.options import TargetOptions
+from poss_lightning.target_model.options import TargetOptions
 
 
 @dataclass(frozen=True)
-class DecodingOptions(TargetOptions, Plan):
+class DecodingOptions(TargetOptions, TreePlan):
     """Options of a target and of a plan, and of sampling.
 
     Args:
@@ -31,9 +31,9 @@ class DecodingOptions(TargetOptions, Plan):
         super().__post_init__()
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TreePlan:
         """The tree of a round."""
-        return Plan(self.depth, self.nodes, self.tree_width, self.lookup)
+        return TreePlan(self.depth, self.nodes, self.tree_width, self.lookup)
 
     @property
     def sampling(self) -> Sampling:

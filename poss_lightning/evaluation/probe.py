@@ -4,13 +4,13 @@ import lightning
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.metrics import PositionAcceptance
 from poss_lightning.ranges import Count, Nodes, TreeWidth, check_numbers
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.strategies import gather_draft
 
 
@@ -32,12 +32,12 @@ class Replay(lightning.Callback):
         self.samples: list[Sample] = []
 
     def on_validation_batch_end(
-        self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx: int, dataloader_idx=0
+        self, trainer, pl_module: DraftModule, outputs, batch: Batch, batch_idx: int, dataloader_idx=0
     ) -> None:
         if sum(len(sample.spans) for sample in self.samples) * trainer.world_size < self.answers:
             self.samples += answered_samples(batch)
 
-    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         samples, self.samples = self.samples, []
         if trainer.sanity_checking:
             return
@@ -45,12 +45,12 @@ class Replay(lightning.Callback):
         draft = gather_draft(pl_module.draft, device=pl_module.device, dtype=dtype).eval()
         depth = pl_module.eval_depth
         for kind, nodes, width in (("chain", depth + 1, 1), ("tree", max(self.nodes, depth + 1), self.tree_width)):
-            replayed = replay_rounds(draft, pl_module.embed_head, samples, Plan(depth, nodes, width))
+            replayed = replay_rounds(draft, pl_module.embed_head, samples, TreePlan(depth, nodes, width))
             accepted = [count for sample in replayed for answer in sample for count in answer]
             stage = pl_module.stage
             _log(pl_module, accepted, depth, f"{stage}/tau_{kind}", f"{stage}_pos_acc_{kind}")
 
-    on_test_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType] of a SpecialistTraining
+    on_test_batch_end = on_validation_batch_end  # pyright: ignore[reportAssignmentType] of a DraftModule
     on_test_epoch_end = on_validation_epoch_end  # pyright: ignore[reportAssignmentType]
 
 
@@ -66,7 +66,7 @@ def answered_samples(batch: Batch) -> list[Sample]:
     return samples
 
 
-def _log(module: SpecialistTraining, accepted: list[int], depth: int, tau: str, by_depth: str) -> None:
+def _log(module: DraftModule, accepted: list[int], depth: int, tau: str, by_depth: str) -> None:
     """Log τ and pos-acc of rounds that accepted this many tokens under these names; every process must call it."""
     positions = PositionAcceptance(depth).to(module.device)
     positions.update(torch.tensor(accepted, dtype=torch.long, device=module.device))

@@ -18,7 +18,7 @@ from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.draft.folder import WEIGHTS
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation.suites import local_files
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.files import sha256
@@ -45,7 +45,7 @@ def origin() -> dict:
     }
 
 
-def describe_draft(draft: Specialists) -> dict:
+def describe_draft(draft: DraftModel) -> dict:
     """Return what a draft was trained for, its size, and a digest of its weights."""
     config, digest = draft.config, hashlib.sha256()
     for _, tensor in sorted(draft.state_dict().items()):

@@ -25,11 +25,11 @@ from tqdm import tqdm
 from poss_lightning.decoding.drafter import make_drafter
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.lookup import Lookup, join
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.decoding.verification import judge
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.draft.specialists import DraftConfig, Specialists
+from poss_lightning.draft.specialists import DraftConfig, DraftModel
 from poss_lightning.evaluation.provenance import describe_drafter
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import RUN_FILES, AnswerRow, check_method_names
@@ -40,8 +40,8 @@ from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import check_folder, sha256
 from poss_lightning.machine import choose_device, choose_dtype, send
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
-from poss_lightning.target.cache import Slots
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.cache import Slots
+from poss_lightning.target_model.spec import EmbedHead
 
 logger = logging.getLogger(__name__)
 ROWS, GPU_ROWS = 16, 64  # answers that are replayed side by side
@@ -71,13 +71,13 @@ def replay(
         dtype: what the drafts compute in, whatever the store has: auto (what this device multiplies fastest),
             bfloat16, float16 or float32.
         device: auto (cuda, else mps, else cpu), or one of these.
-        **plan: what each round proposes; see `Plan`.
+        **plan: what each round proposes; see `TreePlan`.
     """
     if not drafts:
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_folder(out, *RUN_FILES)
     check_method_names(drafts)
-    sizes, device = Plan(**plan), choose_device(device)
+    sizes, device = TreePlan(**plan), choose_device(device)
     dtype = choose_dtype(dtype, device)
     features = FeatureStore(store)
     embed_head = features.embed_head().to(device, getattr(torch, dtype))
@@ -129,10 +129,10 @@ def _read_answers(store: FeatureStore, embed_head: EmbedHead) -> list[StoredAnsw
 
 
 def replay_rounds(
-    draft: Specialists,  # in the features' dtype
+    draft: DraftModel,  # in the features' dtype
     embed_head: EmbedHead,
     samples: Sequence[Sample],  # with the layers that the draft reads, and no others
-    plan: Plan,
+    plan: TreePlan,
 ) -> list[list[list[int]]]:
     """Return what each round would accept, by sample and answer, if the target decoded the answers with this draft.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 # Measured with the embedded target in bfloat16. Where it reads its own greedy answers, ties make it choose a different
 # token at 0.5 to 2 % of all tokens, and within the first 8 tokens of 7 to 13 % of the answers. In texts of others:

@@ -14,8 +14,8 @@ import yaml
 from poss_lightning.corpus import formats, readers
 from poss_lightning.corpus.formats import Malformed
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.target.chat import Chat
-from poss_lightning.target.template import Message
+from poss_lightning.target_model.chat import Chat
+from poss_lightning.target_model.template import Message
 from poss_lightning.terminal import announced
 
 OWN = Path(__file__).parent / "prompts"

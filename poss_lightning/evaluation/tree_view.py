@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from poss_lightning.decoding.decoder import Progress
-from poss_lightning.target.generation import until_stop
+from poss_lightning.target_model.generation import until_stop
 
 LINES = 24  # so that a round fits a terminal
 

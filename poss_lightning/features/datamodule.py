@@ -11,10 +11,10 @@ from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
 from poss_lightning.ranges import BatchTokens, Count, Seed, ShareOrNone, Tokens, Weight, Workers, check_numbers
-from poss_lightning.target.placement import Parallel
+from poss_lightning.target_model.placement import Parallel
 
 
-class FeatureData(lightning.LightningDataModule):
+class FeatureDataModule(lightning.LightningDataModule):
     """Batches of features: packed rows, noise in training, a seeded split by conversation.
 
     Give `store`, or `corpus` for online features: then the target stays in the process, and nothing is on disk.

@@ -11,7 +11,7 @@ from poss_lightning.features.encoding import Stored
 from poss_lightning.files import atomic, sha256
 from poss_lightning.machine import DTYPES
 from poss_lightning.ranges import describe_refusal
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target_model.spec import TargetSpec
 
 MANIFEST, EMBED_HEAD = "manifest.json", "ends.safetensors"
 Dtype = Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from poss_lightning.features.encoding import encode
 from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
 from poss_lightning.files import atomic
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
 

@@ -12,7 +12,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from poss_lightning.machine import SUMS
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target_model.spec import TargetSpec
 from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all

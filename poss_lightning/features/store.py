@@ -26,7 +26,7 @@ from poss_lightning.features.encoding import decode, vector_bytes
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
 from poss_lightning.features.shards import open_shard
 from poss_lightning.features.source import SampleSource
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 
 class Sample(NamedTuple):

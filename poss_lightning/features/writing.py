@@ -29,7 +29,7 @@ from poss_lightning.features.manifest import (
 from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
 from poss_lightning.files import atomic, check_folder
 from poss_lightning.ranks import Rank, order
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work, begun_with, check_same
 
 Shard = list[list[TokenizedText]]  # batches of texts

@@ -37,7 +37,7 @@ from poss_lightning.interop.tensors import (
     to_theirs,
 )
 from poss_lightning.ranges import Position, check_numbers
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.terminal import announced
 
 

@@ -19,7 +19,7 @@ from poss_lightning.draft.folder import OWN as CONFIG_KEY
 from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.interop.problems import Checks, ForeignDraft, Problem
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.target_model.spec import TargetSpec
 
 EAGLE_KEY, DFLASH_KEY = "eagle_config", "dflash_config"  # objects with keys of their own
 # Our config is in a file at `CONFIG_KEY`: whole where our plugin loads it, else what has no other place.

@@ -13,8 +13,8 @@ from typing import Any
 from poss_lightning.draft.config import SWITCHES, DraftConfig
 from poss_lightning.interop.problems import Checks
 from poss_lightning.interop.settings import LAYER_IDS, mapping, rope_parameters
-from poss_lightning.target import embedded
-from poss_lightning.target.model import Target
+from poss_lightning.target_model import embedded
+from poss_lightning.target_model.model import Target
 
 KIND, LAYER_KEYS, ENGINE_KEYS = "speculators_model_type", "transformer_layer_config", "speculators_config"
 VERSION = "0.9.0"  # whose classes were read, and load what is written

@@ -13,7 +13,7 @@ from poss_lightning.draft.folder import check_state
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout
 from poss_lightning.interop.problems import Checks, Problem
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 SWITCH_OF = {"fc_norm.0.weight": "fc_norm", "input_norm.weight": "norm_before_fc"}  # by the tensor that needs it
 

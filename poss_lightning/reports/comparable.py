@@ -8,7 +8,7 @@ import pandas as pd
 
 from poss_lightning.evaluation.rounds import BASELINES, KEY, read_answers
 from poss_lightning.files import public_name
-from poss_lightning.target.fingerprints import same_weights
+from poss_lightning.target_model.fingerprints import same_weights
 
 CELL = ["choice", "seed"]
 # What determines the rounds of a method, in run.json, and its value where run.json does not say.

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from poss_lightning.features.shards import TargetReader, TextFeatures
 from poss_lightning.serving.plugin import warn_of_version
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.terminal import announced
 
 LOCK_SUFFIX = ".lock"  # after the name of a file: held by the worker until the file is complete

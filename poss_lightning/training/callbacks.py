@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.features.stream import Batch
 from poss_lightning.ranges import Count, check_numbers
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.run_folder import LAST, check_trainer_folder, folder_of
 from poss_lightning.training.stopping import Stop
 from poss_lightning.training.strategies import save_draft
@@ -32,13 +32,13 @@ class DraftFolders(lightning.Callback):
     def __init__(self):
         self.best = -math.inf
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         """Forget the best score where the folder has no best draft, as in a training that resumes elsewhere."""
         check_trainer_folder(trainer)
         if not trainer.strategy.broadcast((folder_of(trainer) / "draft-best").is_dir()):
             self.best = -math.inf
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.fn != "fit":  # pyright: ignore[reportAttributeAccessIssue]
             return
         self._save(trainer, pl_module, "draft-last")
@@ -55,7 +55,7 @@ class DraftFolders(lightning.Callback):
             line = f"step {trainer.global_step}: {TAU} {tau:#.3g}" + " (best)" * improves
             logger.info(line + f", val/loss {float(logged['val/loss']):#.3g}" + " → draft-best" * improves)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
             return
         pl_module.guard.check()  # Lightning calls the module's own `on_train_end` later
@@ -67,7 +67,7 @@ class DraftFolders(lightning.Callback):
             target = pl_module.draft.config.target.name
             logger.info('draft written to %s; next: poss generate "Hi" --target %s --draft %s', draft, target, draft)
 
-    def _save(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, name: str) -> None:
+    def _save(self, trainer: lightning.Trainer, pl_module: DraftModule, name: str) -> None:
         save_draft(pl_module.draft, folder_of(trainer) / name, writes=trainer.is_global_zero)
 
     def state_dict(self) -> dict:
@@ -131,11 +131,11 @@ class LastCheckpoint(Checkpoint):
     def __init__(self, every_n_train_steps: Count | None = None):
         self.every: int = every_n_train_steps or 0
 
-    def setup(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, stage: str) -> None:
+    def setup(self, trainer: lightning.Trainer, pl_module: DraftModule, stage: str) -> None:
         # Lightning's own agreement between processes, for which each batch would wait for the device.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         check_trainer_folder(trainer)
         on_gpu = trainer.strategy.root_device.type == "cuda"
         self.every = self.every or (GPU_CHECKPOINT_STEPS if on_gpu else CHECKPOINT_STEPS)
@@ -160,17 +160,17 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
             self._end(trainer)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if _is_in_training(trainer) and not _is_last_step(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         self._save(trainer)
         self.stop.close()
         if self.stop.is_agreed():  # else a sweep would start its next training
             raise self.stop.interrupt()
 
-    def on_exception(self, trainer: lightning.Trainer, pl_module: SpecialistTraining, exception: BaseException) -> None:
+    def on_exception(self, trainer: lightning.Trainer, pl_module: DraftModule, exception: BaseException) -> None:
         """Handle signals as before; after Ctrl-C, too, as Lightning then lets the process ignore the next one."""
         if hasattr(self, "stop"):
             self.stop.close()
@@ -215,10 +215,10 @@ class Throughput(lightning.Callback):
     The time of a validation does not count.
     """
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         self.step, self.slots, self.started = trainer.global_step, 0, time.monotonic()
 
-    def on_train_batch_end(self, trainer, pl_module: SpecialistTraining, outputs, batch: Batch, batch_idx) -> None:
+    def on_train_batch_end(self, trainer, pl_module: DraftModule, outputs, batch: Batch, batch_idx) -> None:
         self.slots += len(batch.mask.slots)
         every = trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         if not every or trainer.global_step == self.step or trainer.global_step % every:
@@ -230,9 +230,9 @@ class Throughput(lightning.Callback):
             pl_module.log("throughput/peak_gib", torch.cuda.max_memory_allocated(pl_module.device) / 2**30)
         self.on_train_start(trainer, pl_module)
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         self.validation_started = time.monotonic()
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.started += time.monotonic() - self.validation_started

@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.target.spec import TargetSpec
+from poss_lightning.features.datamodule import FeatureDataModule
+from poss_lightning.target_model.spec import TargetSpec
 from poss_lightning.training.strategies import DeepSpeed
 
 PRECISIONS = ("bf16-mixed", "32-true", "64-true")
@@ -64,5 +64,5 @@ def check_precision(precision: str) -> None:
 
 def check_target(target: TargetSpec, data: object) -> None:
     """Raise ValueError if a datamodule has features of a different target than that of the draft."""
-    if isinstance(data, FeatureData) and (difference := target.difference(data.source.target)):
+    if isinstance(data, FeatureDataModule) and (difference := target.difference(data.source.target)):
         raise ValueError(f"the module's draft is for a different target than the features of its data: {difference}")

@@ -22,12 +22,12 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from poss_lightning.configs import config_files, explain_option, files_with, set_up_parser
 from poss_lightning.draft.folder import load_checkpoint
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.files import atomic, conf
 from poss_lightning.machine import choose_precision
 from poss_lightning.ranges import Seed
 from poss_lightning.training.callbacks import StepBar
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.run_folder import (
     AUTO,
     LAST,
@@ -75,8 +75,8 @@ class Training(LightningCLI):
         try:
             with ExitStack() as self._held:
                 super().__init__(
-                    SpecialistTraining,
-                    FeatureData,
+                    DraftModule,
+                    FeatureDataModule,
                     args=[command, *arguments],
                     parser_kwargs=parser | dict.fromkeys(COMMANDS, subparser),
                     save_config_callback=_SaveConfig,
@@ -112,8 +112,8 @@ class Training(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add model, data and trainer, in this order, which is that of the help."""
-        parser.add_lightning_class_args(SpecialistTraining, "model")
-        parser.add_lightning_class_args(FeatureData, "data")
+        parser.add_lightning_class_args(DraftModule, "model")
+        parser.add_lightning_class_args(FeatureDataModule, "data")
         parser.add_class_arguments(
             Trainer, "trainer", skip={"precision"}, fail_untyped=False, instantiate=False, sub_configs=True
         )

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.metrics import BINS
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 
 CHARTS = {  # category, chart and tag; a tag that ends in / has a chart for the first depth, the last, and the mean
     "τ: tokens per round": {
@@ -37,11 +37,11 @@ class Dashboard(lightning.Callback):
     With a different logger, or none, it does nothing.
     """
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if (writer := writer_of(trainer)) is not None:
             writer.add_custom_scalars(lay_out_charts(pl_module.eval_depth))
 
-    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: SpecialistTraining) -> None:
+    def on_validation_epoch_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
         if trainer.state.fn != "fit" or (drift := pl_module.val_metrics.drift) is None:
             return
         counts = drift.compute()["histogram"]  # all processes must join; the module resets it later

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.source import SampleSource, warn_of_training
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
@@ -41,16 +41,16 @@ from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, unrolled_losses
 
 
-class SpecialistTraining(lightning.LightningModule):
+class DraftModule(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
     Examples:
-        >>> module = SpecialistTraining("store", allocation=[2, 2, 2])
-        >>> lightning.Trainer(max_epochs=1).fit(module, FeatureData("store"))
+        >>> module = DraftModule("store", allocation=[2, 2, 2])
+        >>> lightning.Trainer(max_epochs=1).fit(module, FeatureDataModule("store"))
         >>> module.draft.save_pretrained("draft")
 
     Args:
-        store: address of a store, or the `source` of a `FeatureData`, with the target's sizes, embedding and head.
+        store: path of a store, or the `source` of a `FeatureDataModule`, with the target's sizes, embedding and head.
         anchors: maximum number of blocks per row, drawn again in each step; None for one at each slot that counts.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None for random weights.
         normalise: scale the input of a draft with random weights, per dimension, to a mean square of 1. With start_from
@@ -74,7 +74,7 @@ class SpecialistTraining(lightning.LightningModule):
 
     Attributes:
         draft: the specialists.
-        aux_layers: the target's layers that the draft reads, which `FeatureData` puts into its batches.
+        aux_layers: the target's layers that the draft reads, which `FeatureDataModule` puts into its batches.
 
     Raises:
         ValueError: a value out of its range, or a depth that never reaches every specialist.
@@ -99,8 +99,8 @@ class SpecialistTraining(lightning.LightningModule):
         chunk: Count | None = None,
         **draft: Any,
     ):
-        refuse_numbers(SpecialistTraining, locals())
-        refuse_unknown(draft, DraftOptions, SpecialistTraining)
+        refuse_numbers(DraftModule, locals())
+        refuse_unknown(draft, DraftOptions, DraftModule)
         options = DraftOptions(**draft)
         super().__init__()
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
@@ -118,7 +118,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.eval_depth = max(config.depth, sum(config.allocation))  # as deep as decoding
         config.check_depth(self.eval_depth)
         weighted = [name for name, weight in terms.items() if weight]
-        weighted += ["extra"] * (type(self).extra_losses is not SpecialistTraining.extra_losses)
+        weighted += ["extra"] * (type(self).extra_losses is not DraftModule.extra_losses)
         self.logged_terms = tuple(dict.fromkeys([*ENTROPIES, *weighted]))
         self.val_metrics = ValidationMetrics(self.eval_depth, self.logged_terms, config.predicts_feature)
 
@@ -145,7 +145,7 @@ class SpecialistTraining(lightning.LightningModule):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 
     def on_fit_start(self) -> None:
-        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
+        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureDataModule):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
             if "validation" in data.other_stores:
                 self._warn_of_training(data.validation_source, data.held_out)
@@ -239,7 +239,7 @@ class SpecialistTraining(lightning.LightningModule):
     def on_validation_start(self) -> None:
         self.guard.check()
         data = getattr(self.trainer, "datamodule", None)
-        if self.trainer.state.fn == "validate" and isinstance(data, FeatureData):
+        if self.trainer.state.fn == "validate" and isinstance(data, FeatureDataModule):
             self._warn_of_training(data.validation_source, data.held_out)
 
     def on_validation_epoch_end(self) -> None:
@@ -251,7 +251,7 @@ class SpecialistTraining(lightning.LightningModule):
         self.val_metrics.reset()
 
     def on_test_start(self) -> None:
-        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureData):
+        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureDataModule):
             self._warn_of_training(data.other_stores["test"], range(len(data.other_stores["test"])))
 
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.training.strategies import DeepSpeed
 
 MAX_NAMED = 64  # conversations in a message
 
 
-def make_optimizer(draft: Specialists, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
-    """AdamW, or Muon whose work the processes share; `options` are those of `SpecialistTraining`."""
+def make_optimizer(draft: DraftModel, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
+    """AdamW, or Muon whose work the processes share; `options` are those of `DraftModule`."""
     adamw_args: dict[str, Any] = {
         "lr": options["learning_rate"],
         "betas": tuple(options["betas"]),

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from poss_lightning.draft.config import DraftConfig, DraftOptions, Kind
 from poss_lightning.draft.kinds import Eagle3, load_draft, make_draft
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 Source = FeatureStore | OnlineFeatures
 
@@ -35,7 +35,7 @@ def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
         )
 
 
-def choose_vocabulary(features: Source, size: int | None, start: Specialists | None) -> Tensor | None:
+def choose_vocabulary(features: Source, size: int | None, start: DraftModel | None) -> Tensor | None:
     """(V,) token ids to propose; None for all.
 
     A draft's own head keeps its trained rows, as published: SPEED keeps the vocabulary of its EAGLE-3 draft.
@@ -46,7 +46,7 @@ def choose_vocabulary(features: Source, size: int | None, start: Specialists | N
     return None if size is None else features.common_tokens(size)
 
 
-def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
+def inherited(start: DraftModel | None, kind: Kind) -> dict[str, Any]:
     """Settings without an option that a draft takes over from the one it starts from, if that has the same kind."""
     if start is None or start.config.kind != kind:
         return {}
@@ -55,7 +55,7 @@ def inherited(start: Specialists | None, kind: Kind) -> dict[str, Any]:
 
 def begin_draft(
     source: Source, options: DraftOptions, start_from: str | None, normalise: bool, anchors: int | None
-) -> tuple[Specialists, EmbedHead]:
+) -> tuple[DraftModel, EmbedHead]:
     """Return specialists with the weights of a draft or random ones, and the target's embedding and head for them.
 
     With `normalise`, a draft with random weights scales its input to a mean square of 1.
@@ -91,7 +91,7 @@ def restore_progress(trainer: lightning.Trainer, checkpoint: dict) -> None:
     saved, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop
     epochs: Any
     (state,) = saved["state_dict"].get("combined_loader") or [None]
-    if state is None or not isinstance(data := getattr(trainer, "datamodule", None), FeatureData):
+    if state is None or not isinstance(data := getattr(trainer, "datamodule", None), FeatureDataModule):
         return
     (schedule := data.training_schedule()).load_state_dict(state)
     if state["share"] != schedule.step_batches:

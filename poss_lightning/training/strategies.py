@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.files import atomic
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of torch.optim.AdamW
@@ -37,14 +37,14 @@ def prepare(strategy: Strategy) -> None:
         strategy.checkpoint_io = StreamedCheckpointIO()
 
 
-def save_draft(draft: Specialists, folder: Path, writes: bool) -> None:
+def save_draft(draft: DraftModel, folder: Path, writes: bool) -> None:
     """Write the draft in training as a folder, undivided and in float32. All processes must call this; one `writes`."""
     state = gather_state(draft, keep=writes)
     if writes:
         _undivided(draft, state).save_pretrained(folder)
 
 
-def gather_draft(draft: Specialists, **place: Any) -> Specialists:
+def gather_draft(draft: DraftModel, **place: Any) -> DraftModel:
     """Gather the undivided draft in every process; `place` is as `gather_state` takes it. All must call this.
 
     Tensors that are already like this are shared, not copied.
@@ -70,7 +70,7 @@ def gather_state(
     return state
 
 
-def _undivided(draft: Specialists, state: dict[str, Tensor]) -> Specialists:
+def _undivided(draft: DraftModel, state: dict[str, Tensor]) -> DraftModel:
     with torch.device("meta"):  # draws no random numbers
         undivided = make_draft(draft.config, state.get("vocabulary"))
     undivided.load_state_dict(state, assign=True)
@@ -122,7 +122,7 @@ class DeepSpeed(DeepSpeedStrategy):
         ValueError: offload_parameters below stage 3.
     """
 
-    lightning_module: Any  # a `SpecialistTraining`; Lightning's types of all four are optional
+    lightning_module: Any  # a `DraftModule`; Lightning's types of all four are optional
     parallel_devices: list[torch.device]
     model: Any  # a DeepSpeedEngine
     config: dict[str, Any]

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.features.stream import Batch
 from poss_lightning.losses.chunks import Heads
 from poss_lightning.losses.passes import LossSpec, PassLosses, pass_losses
 from poss_lightning.losses.slot_weights import chain_slots
 from poss_lightning.machine import send
 from poss_lightning.metrics import FeatureDrift, PassSums, UnrollAcceptance
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.target_model.spec import EmbedHead
 
 
 def unrolled_losses(
-    draft: Specialists,
+    draft: DraftModel,
     embed_head: EmbedHead,
     batch: Batch,
     depth: int,
@@ -63,7 +63,7 @@ def unrolled_losses(
 
 
 def acceptance_inputs(
-    draft: Specialists, batch: Batch, losses: PassLosses, chains: Tensor | None = None
+    draft: DraftModel, batch: Batch, losses: PassLosses, chains: Tensor | None = None
 ) -> dict[str, Any]:
     """Return arguments of `UnrollAcceptance.update`: at slot t the draft's top token is a proposal for x_{t+2}."""
     return {

@@ -8,7 +8,7 @@ import torch
 from benchmarks import gpu
 from benchmarks.random_target import random_draft
 from poss_lightning.clock import Clock
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Request
 from tests.support.decoders import speculate
 from tests.support.tiny import tiny_draft, tiny_target

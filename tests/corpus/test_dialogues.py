@@ -14,7 +14,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.synthesize import synthesize
-from poss_lightning.target.generation import PlainLoop
+from poss_lightning.target_model.generation import PlainDecoder
 from tests.support.stores import contents, dies_after
 from tests.support.tiny import tiny_target
 
@@ -43,7 +43,7 @@ def test_conversations_are_as_requested_and_the_reader_takes_them(tmp_path, own)
         assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 2
         assert all(message["content"].strip() for message in record["messages"])
         for place in (1, 3):
-            tokens = PlainLoop(own).generate([own.chat.prompt(record["messages"][:place])], 8, own.chat.stops)[0]
+            tokens = PlainDecoder(own).generate([own.chat.prompt(record["messages"][:place])], 8, own.chat.stops)[0]
             assert record["messages"][place] == own.chat.message(tokens)
     assert len({record["messages"][0]["content"] for record in records}) == 12
     read = read_conversations(str(tmp_path / "corpus.jsonl"))
@@ -106,7 +106,7 @@ def test_the_seed_determines_the_file(tmp_path):
 
 def test_a_killed_run_resumes_after_its_last_batch_with_the_same_settings_alone(tmp_path):
     """A batch generates four times: two turns of two roles."""
-    with dies_after(PlainLoop, "steps", 6):
+    with dies_after(PlainDecoder, "steps", 6):
         write(tmp_path / "killed.jsonl")
     assert not (tmp_path / "killed.jsonl").exists()
     before = contents(tmp_path / "killed.jsonl.parts")

@@ -7,11 +7,11 @@ import re
 import pytest
 import torch
 
+from poss_lightning.decoding.acceptance import Calibration, Round
 from poss_lightning.decoding.budget import BETTER, SELDOM, TREES, TRIALS, Planner
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import join
-from poss_lightning.decoding.plans import Plan
-from poss_lightning.decoding.rounds import Calibration, Round
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, ancestor_mask, node_depths, rerank, root_tree
 from poss_lightning.decoding.verification import judge
 from tests.support.tolerance import close
@@ -60,7 +60,7 @@ def random_tree(rows: int, seed: int) -> Tree:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_plan_is_the_best_of_all(seed):
     """Expected tokens over seconds, tried for every depth, size and number of looked-up tokens; one row is finished."""
-    whole, planner = random_tree(4, seed), Planner(Plan(3, 8, lookup=4), CPU)
+    whole, planner = random_tree(4, seed), Planner(TreePlan(3, 8, lookup=4), CPU)
     mask, found = torch.tensor([1, 1, 0, 1]), [0, 3, 2]
     root = root_tree(whole.tokens[:, :1])
     verdict = judge(root, ancestor_mask(root.parents, 4), whole.tokens[:, :1], 4)
@@ -83,7 +83,7 @@ def test_the_plan_is_the_best_of_all(seed):
     assert close(rate((chosen.depth, chosen.nodes, chosen.lookup)), best, dtype=torch.float32)
     assert planner.choose(machine, found, whole=True).depth == 3
     for depth, nodes, count in itertools.product(range(1, 4), (4, 6, 8), (0, 4)):  # a new plan takes new graphs
-        kept = Plan(depth, nodes, lookup=count)
+        kept = TreePlan(depth, nodes, lookup=count)
         stays = planner.choose(machine, found, kept=kept) == kept
         assert stays == (rate((depth, nodes, count)) * BETTER > best)
 
@@ -138,7 +138,7 @@ MACHINES = [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0), (20.0, 20.0)]
 def test_it_is_near_the_best_fixed_tree(draft, slope):
     """In five machines: cheap and dear steps, flat and steep verification; in the last, plain decoding is best."""
     machine = costs(draft, slope)
-    rate, _ = play(Planner(Plan(DEPTH, NODES), CPU), machine, 24)
+    rate, _ = play(Planner(TreePlan(DEPTH, NODES), CPU), machine, 24)
     assert rate > 0.9 * max(fixed_rate(machine, depth) for depth in range(DEPTH + 1))
 
 
@@ -146,7 +146,7 @@ def test_it_is_near_the_best_fixed_tree(draft, slope):
 @pytest.mark.parametrize("matching", [1.0, 0.3])
 def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(matching, draft, claim, looked_up):
     """A draft that is wrong, or slow, may seem to pay because of what is looked up beside it."""
-    machine, planner = costs(draft, 0.2), Planner(Plan(DEPTH, NODES, lookup=DEPTH), CPU)
+    machine, planner = costs(draft, 0.2), Planner(TreePlan(DEPTH, NODES, lookup=DEPTH), CPU)
     rounds = (claim,), looked_up, matching
     play(planner, machine, 4, *rounds)
     rate, drafts = play(planner, machine, 16, *rounds)
@@ -156,7 +156,7 @@ def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(matching, draft,
 
 
 def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_back_where_it_does():
-    planner, dear, cheap = Planner(Plan(DEPTH, NODES), CPU), costs(20.0, 20.0), costs(0.5, 0.1)
+    planner, dear, cheap = Planner(TreePlan(DEPTH, NODES), CPU), costs(20.0, 20.0), costs(0.5, 0.1)
     assert planner.begin(dear) == TRIALS  # nothing is known of the draft
     play(planner, dear, 1)
     assert [planner.begin(dear) for _ in range(2 * SELDOM)].count(TRIALS) == 2
@@ -173,7 +173,7 @@ def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_b
 def test_it_says_why_it_gave_up_drafting():
     """Plain decoding is faster; or lookups alone are, though a round with this draft beats plain decoding."""
     cheap, dear = costs(0.5, 0.1), costs(20.0, 20.0)
-    trees, wrong = Planner(Plan(DEPTH, NODES), CPU), Planner(Plan(DEPTH, NODES, lookup=DEPTH), CPU)
+    trees, wrong = Planner(TreePlan(DEPTH, NODES), CPU), Planner(TreePlan(DEPTH, NODES, lookup=DEPTH), CPU)
     assert trees.why_plain(dear) is None  # nothing is known
     play(trees, dear, 2)
     assert trees.why_plain(cheap) is None
@@ -188,7 +188,7 @@ def test_rows_that_are_finished_teach_nothing():
     """Of two rows, only the first goes on: what is learnt is what it alone would have taught."""
     taught = []
     for rows in (2, 1):
-        planner, whole = Planner(Plan(3, 8, lookup=2), CPU), Tree(*(part[:rows] for part in random_tree(2, seed=0)))
+        planner, whole = Planner(TreePlan(3, 8, lookup=2), CPU), Tree(*(part[:rows] for part in random_tree(2, seed=0)))
         found, continued = torch.tensor([2, 3])[:rows], torch.tensor([[1, 5], [2, 6]])[:rows]
         tree = join(rerank(whole, 8), continued)
         ancestors = ancestor_mask(tree.parents, 3)

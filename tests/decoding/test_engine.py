@@ -10,7 +10,7 @@ import torch
 
 from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.budget import TRIALS
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from poss_lightning.clock import Clock
-from poss_lightning.target.graphs import MOST, Graphs
+from poss_lightning.target_model.graphs import MOST, Graphs
 
 CUDA, CLOCK = torch.device("cuda", 1), Clock(torch.device("cpu"))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import NGRAM, Lookup, join
 from poss_lightning.decoding.trees import Tree, ancestor_mask

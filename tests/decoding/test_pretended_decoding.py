@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from poss_lightning.corpus.sampling_record import Draw
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.budget import TRIALS
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target.generation import PlainLoop
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.generation import PlainDecoder
+from poss_lightning.target_model.model import Target
 from tests.evaluation.test_replay import read
 from tests.support.decoders import PROMPTS, drawn, speculate
 from tests.support.pretended import PretendedDevice
@@ -130,7 +130,7 @@ def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, prompts
 @pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])
 def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decoder, stride=16):
     """The text grows by some tokens a round, so that a few rounds come to all of its lengths."""
-    monkeypatch.setattr("poss_lightning.target.cache.STEP", 512)  # by which views should grow on CUDA
+    monkeypatch.setattr("poss_lightning.target_model.cache.STEP", 512)  # by which views should grow on CUDA
     decoder = with_graphs(decoder(load(DEVICE)))
     request = Request(PROMPTS[:1], 512, frozenset(), DRAWN, torch.Generator().manual_seed(3))
     for _ in islice(decoder.rounds(request, Clock(DEVICE)), 512 // stride):
@@ -147,7 +147,7 @@ def test_few_captures_serve_a_long_text_and_the_next(device, monkeypatch, decode
 
 
 def test_a_batch_that_lacks_a_text_and_one_that_is_refilled_run_as_the_same_graphs(device):
-    loop, alone = PlainLoop(load(DEVICE)), PlainLoop(load("cpu"))
+    loop, alone = PlainDecoder(load(DEVICE)), PlainDecoder(load("cpu"))
     for count, seed in ((3, 0), (2, 1), (9, 2)):
         given = [[7 + i] * (1 + i) for i in range(count)], [4 + 3 * i % 7 for i in range(count)], frozenset(), DRAWN
         texts = [
@@ -159,7 +159,7 @@ def test_a_batch_that_lacks_a_text_and_one_that_is_refilled_run_as_the_same_grap
 
 def test_both_caches_take_the_next_slots_at_the_same_time(device, monkeypatch):
     """Else a text that grows token by token has a third capture between two extents."""
-    monkeypatch.setattr("poss_lightning.target.cache.STEP", 64)
+    monkeypatch.setattr("poss_lightning.target_model.cache.STEP", 64)
     for length in range(46, 58, 3):
         device.captures = 0
         tokens_of(with_graphs(engine_of(load(DEVICE), lookup=6)), GREEDY, [[7] * length], 20, stops=())
@@ -178,5 +178,5 @@ def test_replayed_acceptance_is_the_hosts(device, kind):
     sample = read(target, PROMPTS[0], answer, more=0, layers=draft.config.aux_layers)
     drawn, rounds = sample._replace(draws=[Draw(Sampling(0.8), 3)]), []
     for draft, target in pairs:
-        rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], Plan(2, 5)))
+        rounds.append(replay_rounds(draft, target.embed_head, [sample, drawn], TreePlan(2, 5)))
     assert rounds[0] == rounds[1] and rounds[0][0][0]

@@ -16,7 +16,7 @@ from poss_lightning.doctor.command import Case, find_causes
 from poss_lightning.doctor.files import load
 from poss_lightning.doctor.texts import ANSWERS, TargetAnswers, ask
 from poss_lightning.evaluation.suites import read_suites
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 from tests.support.families import FAMILIES, SIZE
 from tests.support.learnt import learnt_draft

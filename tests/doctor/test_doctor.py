@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor.command import FOREIGN, NOTHING, _best
 from poss_lightning.doctor.files import facts, load
 from poss_lightning.doctor.measure import Counts, replayed, unrolled
@@ -25,7 +25,7 @@ from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support.documents import ROOT, commands, shell
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target, write_target
@@ -246,13 +246,11 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
     store = FeatureStore(tmp_path / "store")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
     reading, texts = load(str(folder), "ours", None, deep)[0], TargetAnswers(deep, tmp_path, FROM_STORE, 0, store, 20)
-    training = SpecialistTraining(
-        str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder)
-    )
+    training = DraftModule(str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder))
     training.validation_step(collate([[sample] for sample in samples]))
     validated, counts = training.val_metrics.acceptance, unrolled(reading, texts.samples())
     assert [each.sum(0).tolist() for each in counts] == [validated.reached.tolist(), validated.passed.tolist()]
-    rounds = replay_rounds(draft, deep.embed_head, samples, Plan(3, 4, 1))
+    rounds = replay_rounds(draft, deep.embed_head, samples, TreePlan(3, 4, 1))
     accepted = [count for own in rounds for answer in own for count in answer]
     tau = replayed(reading, texts.samples()).tau().values[0]
     assert close(tau, 1 + sum(accepted) / len(accepted))

@@ -5,16 +5,16 @@ import itertools
 import pytest
 import torch
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.budget import Planner
 from poss_lightning.decoding.drafter import make_drafter
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import block
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.cache import Slots
+from poss_lightning.target_model.cache import Slots
 from poss_lightning.training.start import inherited
 from tests.support.decoders import drawn, speculate
 from tests.support.tiny import tiny_draft
@@ -23,7 +23,7 @@ from tests.support.trees import given_noise
 from tests.support.unrolling import BLOCKS, append, inputs, packed
 
 
-def block_draft(deep, depth=6, kind="block", **config) -> Specialists:
+def block_draft(deep, depth=6, kind="block", **config) -> DraftModel:
     draft = tiny_draft(deep, [depth], kind=kind, **config)
     draft.init_head(deep.embed_head)
     return draft
@@ -61,7 +61,7 @@ def test_what_is_drafted_is_what_was_trained(deep, allocation, config):
     """Two rows of different length, whose slots arrived in parts."""
     draft, counts = block_draft(deep, *allocation, **config), [12, 9]
     tokens, embedded, read = inputs(deep, 12, batch=2, draft=draft)
-    drafter = make_drafter(draft, deep.embed_head, Plan(5, 6, 4))
+    drafter = make_drafter(draft, deep.embed_head, TreePlan(5, 6, 4))
     drafter.start(Slots(2, 12 + drafter.room, torch.device("cpu")))  # and no slot to spare
     for start, stop, of_rows in ((0, 7, [7, 7]), (7, 12, [5, 2])):
         append(drafter, tokens[:, start:stop], read[:, start:stop], of_rows)
@@ -80,7 +80,7 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
     """Of all of them, one by one: 4 tokens at each of 3 positions."""
     draft, nodes = block_draft(deep, 3, block_layers=2, vocabulary=vocabulary), 17
     tokens, _, read = inputs(deep, 8, batch=2, draft=draft)
-    drafter = make_drafter(draft, deep.embed_head, Plan(3, nodes, 4))
+    drafter = make_drafter(draft, deep.embed_head, TreePlan(3, nodes, 4))
     drafter.start(Slots(2, 64, torch.device("cpu")))
     append(drafter, tokens, read, [8, 6])
     root = tokens.gather(1, torch.tensor([[7], [5]]))
@@ -107,7 +107,7 @@ def test_the_tree_holds_the_most_probable_prefixes(deep, with_noise, vocabulary)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
 def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypatch, sampling):
     """And no tree is deeper than the plan, by which noise, ancestors and verdict are sized."""
-    monkeypatch.setattr(Planner, "choose", lambda *_, **__: Plan(2, 7, 5))
+    monkeypatch.setattr(Planner, "choose", lambda *_, **__: TreePlan(2, 7, 5))
     speculative = speculate(deep, block_draft(deep), 6, 20, 5, tree="auto")
     trees = []
     expected = drawn(Autoregressive(deep), sampling, 0, limit=24)

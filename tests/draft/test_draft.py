@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from poss_lightning.decoding.drafter import make_drafter
 from poss_lightning.decoding.drafting import TreeDrafter
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft import folder as folders
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.cache import Slots
-from poss_lightning.target.spec import EmbedHead
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.cache import Slots
+from poss_lightning.target_model.spec import EmbedHead
 from tests.support.tiny import tiny_draft, tiny_target
 from tests.support.tolerance import LAYER, close
 from tests.support.unrolling import LLAMA3
@@ -61,19 +61,19 @@ def test_a_config_that_cannot_be_is_refused(deep, config, words):
 def test_a_depth_beyond_the_window_or_the_block_is_refused_by_all_who_go_so_deep(deep, config, words):
     draft = tiny_draft(deep, [6], **config)
     with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
-        make_drafter(draft, deep.embed_head, Plan(7))
+        make_drafter(draft, deep.embed_head, TreePlan(7))
     with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
         draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, draft.fc.in_features), 7)
 
 
 def test_a_draft_with_its_own_head_keeps_none_of_the_targets(deep):
     draft = tiny_draft(deep, [2], kind="eagle3", vocabulary=torch.arange(0, 320, 7))
-    drafter = TreeDrafter(draft, deep.embed_head, Plan())
+    drafter = TreeDrafter(draft, deep.embed_head, TreePlan())
     assert drafter.embed_head is deep.embed_head and not drafter.kv_weights.requires_grad
 
 
 def test_a_cache_that_memory_has_no_room_for_changes_nothing(target, monkeypatch):
-    drafter = TreeDrafter(tiny_draft(target, [2]), target.embed_head, Plan())
+    drafter = TreeDrafter(tiny_draft(target, [2]), target.embed_head, TreePlan())
     drafter.start(Slots(2, 10, target.device))
     slots, store = drafter.slots, drafter.store
     monkeypatch.setattr("poss_lightning.decoding.drafting.SlotStore", Mock(side_effect=torch.OutOfMemoryError))
@@ -103,7 +103,7 @@ def test_save_then_load_is_identity_and_nothing_frozen_is_stored(deep, tmp_path,
     assert {name for name, value in load_file(tmp_path / "model.safetensors").items() if 320 in value.shape} == own
 
 
-def same(draft: Specialists, other: Specialists) -> None:
+def same(draft: DraftModel, other: DraftModel) -> None:
     ours, theirs = draft.state_dict(), other.state_dict()
     assert ours.keys() == theirs.keys() and all(value.equal(theirs[name]) for name, value in ours.items())
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from poss_lightning.decoding.drafting import TreeDrafter
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import ancestor_mask
 from poss_lightning.draft import attention, unroll
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.target.cache import Slots
+from poss_lightning.target_model.cache import Slots
 from tests.support import naive
 from tests.support.steps import Largest
 from tests.support.tiny import tiny_draft
@@ -62,7 +62,7 @@ def test_every_node_of_a_tree_is_scored_as_its_path_alone(deep, allocation, conf
     """Two rows of different length, with the noise of a draw; the unroll knows nothing of trees or frontiers."""
     draft, depth, counts = tiny_draft(deep, allocation, **config), 4, [12, 9]
     tokens, _, features = inputs(deep, 12, batch=2, draft=draft)
-    drafter = TreeDrafter(draft, deep.embed_head, Plan(depth, 40, 4))
+    drafter = TreeDrafter(draft, deep.embed_head, TreePlan(depth, 40, 4))
     drafter.start(Slots(2, 64, torch.device("cpu")))
     append(drafter, tokens, features, counts)
     root = tokens.gather(1, torch.tensor(counts)[:, None] - 1)
@@ -128,7 +128,7 @@ def test_every_parameter_gets_a_gradient(deep, allocation, config):
 def test_keys_are_made_once_for_every_specialist_that_reads_them_and_stored_so(deep, kv, counts, layers):
     """Separately those of the sets 0..1, 0..3 and 0..5; of a shared cache each slot's once."""
     draft, calls = tiny_draft(deep, [2, 2, 2], kv=kv), []
-    drafter = TreeDrafter(draft, deep.embed_head, Plan())
+    drafter = TreeDrafter(draft, deep.embed_head, TreePlan())
     drafter.start(Slots(1, 128, torch.device("cpu")))
     assert len(drafter.store.slots) == layers
     _, embedded, features = inputs(deep)

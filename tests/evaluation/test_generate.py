@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poss_lightning import clock
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Decoder, Progress
 from poss_lightning.decoding.trees import Tree
@@ -18,7 +18,7 @@ from poss_lightning.evaluation.generate import answer, generate
 from poss_lightning.evaluation.streaming import Pieces
 from poss_lightning.evaluation.tree_view import guesses_of
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.chat import Chat
+from poss_lightning.target_model.chat import Chat
 from poss_lightning.terminal import printable
 from tests.support.decoders import speculate
 from tests.support.tiny import tiny_draft

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from poss_lightning.corpus.sampling_record import Draw, last_draws
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation import replay
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
@@ -25,7 +25,7 @@ PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 40
 DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
 DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
-PLANS = [Plan(6, 60, 10), Plan(6, 7, 1), Plan(3, 12, 3, lookup=5)]
+PLANS = [TreePlan(6, 60, 10), TreePlan(6, 7, 1), TreePlan(3, 12, 3, lookup=5)]
 DRAWN = Sampling(1.0, top_p=0.95)
 WAYS = [(GREEDY, True), (DRAWN, True), (DRAWN, False)]  # how answers are chosen, and whether drafts see the draw
 
@@ -68,7 +68,7 @@ def answers_in(target, samples: list[Sample]) -> list[Answer]:
     return [answer for sample in samples for answer in find_answers(sample, target.embed_head)]
 
 
-def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> Specialists:
+def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: int, **options) -> DraftModel:
     """A random draft of the target's eight most common tokens, so that some of what it drafts is accepted."""
     common = Counter(token for answer in answers for token in answer).most_common(8)
     words = torch.tensor(sorted(token for token, _ in common))
@@ -122,7 +122,7 @@ def test_an_answer_that_the_target_ends_counts_to_its_end(target, drafted):
     own = speculate(target, draft, 1, whole + 1, whole).decode(PROMPTS[:1], LIMIT, frozenset({plain[end]}))[0]
     assert own.tokens == plain[: end + 1] and own.accepted == [1] * ((end - 1) // 2) + [int(not drafted)]
     sample = read(target, PROMPTS[0], own.tokens, more=5)
-    rounds = replay_rounds(draft, target.embed_head, [sample], Plan(1, whole + 1, whole))
+    rounds = replay_rounds(draft, target.embed_head, [sample], TreePlan(1, whole + 1, whole))
     assert rounds == [[own.accepted]]
 
 
@@ -132,7 +132,7 @@ def test_several_answers_of_a_conversation_stay_apart(target):
     sample = read(target, PROMPTS[1], list(range(100, 140)))
     draft = lucky(target, [list(range(100, 140))], (2, 2, 2), 2)
     samples = [sample._replace(spans=own) for own in (sorted(spans + short), spans[:1], spans[1:], short, [])]
-    whole, *apart = replay_rounds(draft, target.embed_head, samples, Plan(4))
+    whole, *apart = replay_rounds(draft, target.embed_head, samples, TreePlan(4))
     assert apart == [whole[:1], whole[1:], [], []] and len(whole) == 2
 
 

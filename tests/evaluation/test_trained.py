@@ -13,7 +13,7 @@ from poss_lightning.evaluation import replay as module
 from poss_lightning.evaluation.provenance import _commit
 from poss_lightning.evaluation.replay import replay
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.writing import write_store
 from poss_lightning.interop.convert import convert
 from poss_lightning.training.callbacks import DraftFolders
@@ -30,7 +30,7 @@ def extracted(folder, conversations: list[Conversation], **sizes) -> str:
     return str(folder)
 
 
-def train(store: str, folder, **options) -> FeatureData:
+def train(store: str, folder, **options) -> FeatureDataModule:
     """A step."""
     kept = [DraftFolders(), ModelCheckpoint(folder, save_last=True)]
     model = {"allocation": [2], **options}

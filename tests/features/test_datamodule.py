@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import torch
 
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 
 
-def make_data(store: Path, **changes) -> FeatureData:
-    return FeatureData(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
+def make_data(store: Path, **changes) -> FeatureDataModule:
+    return FeatureDataModule(str(store), **{"batch_tokens": 200, "validation": 0.3, **changes})
 
 
 def test_a_seed_shuffles_the_training_and_not_the_validation(finished):

@@ -8,8 +8,8 @@ from poss_lightning.corpus.readers import Conversation, CorpusError
 from poss_lightning.features.encoding import decode, encode
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
-from poss_lightning.target.generation import pad_right
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.generation import pad_right
+from poss_lightning.target_model.model import Target
 from tests.support.stores import SIZES, contents, make_conversations
 from tests.support.templates import MISTRAL
 from tests.support.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer

@@ -6,9 +6,9 @@ import pickle
 import lightning
 import pytest
 
-from poss_lightning.extract import extract
-from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.extraction import extract
+from poss_lightning.features.datamodule import FeatureDataModule
+from poss_lightning.training.module import DraftModule
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
 from tests.support.tiny import tiny_target
@@ -29,10 +29,10 @@ def both(tmp_path_factory, tiny_folder, deep_folder) -> dict[str, dict]:
     return found
 
 
-def fit(source: dict, **options) -> tuple[SpecialistTraining, list]:
+def fit(source: dict, **options) -> tuple[DraftModule, list]:
     lightning.seed_everything(0)
-    data = FeatureData(**source, batch_tokens=200, validation=0.2)
-    module = SpecialistTraining(data.source, allocation=[1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
+    data = FeatureDataModule(**source, batch_tokens=200, validation=0.2)
+    module = DraftModule(data.source, allocation=[1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
     batches, transferred = [], data.on_after_batch_transfer
     data.on_after_batch_transfer = lambda *given: batches.append(transferred(*given)) or batches[-1]
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -60,7 +60,7 @@ def test_online_features_train_as_those_of_a_store(both, kind):
 
 def test_a_pickled_source_has_no_target(both):
     """Loader processes that are not forked get one."""
-    online = FeatureData(**both["online-eagle3"], validation=0.2).source
+    online = FeatureDataModule(**both["online-eagle3"], validation=0.2).source
     for features in (online, online.select((2, 4, 5))):
         sent = pickle.loads(pickle.dumps(features))
         assert not hasattr(sent, "model") and sent.layers == features.layers

@@ -6,15 +6,15 @@ import lightning
 import pytest
 import torch
 
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import CorpusError, tokenize, write_store
 from poss_lightning.ranks import Rank
-from poss_lightning.target.model import Target
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.target_model.model import Target
+from poss_lightning.training.module import DraftModule
 from tests.support.stores import SIZES, contents, make_conversations
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tolerance import LAYER, close
@@ -76,8 +76,8 @@ def test_a_store_leaves_out_counts_and_names_them(tmp_path, caplog, monkeypatch,
         write_store(tmp_path / "none", target, with_marks(range(24)), **options)
 
 
-def fit(data: FeatureData) -> SpecialistTraining:
-    module = SpecialistTraining(data.source, allocation=[1, 2], learning_rate=1e-3)
+def fit(data: FeatureDataModule) -> DraftModule:
+    module = DraftModule(data.source, allocation=[1, 2], learning_rate=1e-3)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(module, data)
@@ -90,14 +90,14 @@ def test_a_training_continues_without_them(half, tmp_path, caplog):
     numbers = range(0, 24, 2)  # also those that set the scale of the input
     write_store(tmp_path / "store", half, with_marks(numbers), **SIZES)
     assert len(FeatureStore(tmp_path / "store")) == 24 - len(numbers)
-    fit(FeatureData(str(tmp_path / "store"), batch_tokens=100, validation=0.2))
+    fit(FeatureDataModule(str(tmp_path / "store"), batch_tokens=100, validation=0.2))
     half.model.save_pretrained(tmp_path / "target")
     half.tokenizer.save_pretrained(tmp_path / "target")
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"id": c.id, "messages": c.messages}) + "\n" for c in with_marks(numbers)))
     caplog.clear()
     named = {"corpus": str(corpus), "target": str(tmp_path / "target"), "dtype": "float16"}
-    fit(FeatureData(**named, batch_tokens=100, validation=0.2))
+    fit(FeatureDataModule(**named, batch_tokens=100, validation=0.2))
     assert "left out of the loss " in caplog.text and "not finite in float16: c" in caplog.text
 
 

@@ -13,7 +13,7 @@ import torch
 
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.manifest import StoreError, verify_files
 from poss_lightning.features.source import first_of_each
 from poss_lightning.features.store import FeatureStore
@@ -142,7 +142,7 @@ def test_duplicates_of_a_conversation_are_on_one_side_of_the_split(two, caplog):
     """Whichever store is named first."""
     sides = []
     for stores in (two, two[::-1]):
-        data = FeatureData(stores, validation=0.5)
+        data = FeatureDataModule(stores, validation=0.5)
         texts = [tuple(sample.tokens.tolist()) for sample in data.source]
         train, held = ({texts[i] for i in side} for side in (data.train, data.held_out))
         assert not train & held and len(train | held) == len(texts) - 4

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from poss_lightning.extract import extract
+from poss_lightning.extraction import extract
 from poss_lightning.features import manifest, writing
 from poss_lightning.features.manifest import StoreError
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import UNFINISHED, write_store
 from poss_lightning.files import sha256
 from poss_lightning.ranks import Rank, local_rank, order, this_rank
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 from tests.support.stores import SIZES, contents, dies_after, dies_at, make_conversations
 from tests.support.tiny import CHATML, tiny_model, tiny_tokenizer
@@ -86,7 +86,7 @@ def test_the_same_command_reads_no_corpus_again_until_that_changes(tmp_path, tin
     extract(str(corpus), out, target=tiny_folder, dtype="float32")
     said = capsys.readouterr().out
     with monkeypatch.context() as patch:
-        patch.setattr("poss_lightning.extract.read_conversations", None)
+        patch.setattr("poss_lightning.extraction.read_conversations", None)
         extract(str(corpus), out, target=tiny_folder, dtype="float32")
     assert capsys.readouterr().out == said and ": 5 samples" in said
     for change in {"strict": True}, {"max_length": 50}:  # the first changes nothing
@@ -171,8 +171,8 @@ def test_every_rank_has_its_own_gpu(tmp_path, monkeypatch, device, gpus, world, 
     def load(name, dtype, device, *others, **options):
         raise InterruptedError(device)
 
-    monkeypatch.setattr("poss_lightning.extract.this_rank", lambda: Rank(7 % world, world, 3 % world))
-    monkeypatch.setattr("poss_lightning.extract.read_conversations", lambda *given: [])
+    monkeypatch.setattr("poss_lightning.extraction.this_rank", lambda: Rank(7 % world, world, 3 % world))
+    monkeypatch.setattr("poss_lightning.extraction.read_conversations", lambda *given: [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(Target, "load", load)
     with pytest.raises(InterruptedError, match=f"^{expected}$"):

@@ -8,7 +8,7 @@ import torch
 
 from poss_lightning.features.writing import write_store
 from poss_lightning.machine import choose_device
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import write_target
 

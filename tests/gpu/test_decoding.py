@@ -5,14 +5,14 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.draft.folder import shipped
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.sampling import Sampling
-from poss_lightning.target.cache import CUDA_STEP
-from poss_lightning.target.graphs import Graphs
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.cache import CUDA_STEP
+from poss_lightning.target_model.graphs import Graphs
+from poss_lightning.target_model.model import Target
 from tests.support.decoders import PROMPTS, drawn, speculate
 from tests.support.tiny import tiny_draft
 
@@ -29,7 +29,7 @@ WAYS = [pytest.param(*way, marks=() if number in FEW else pytest.mark.nightly) f
 @pytest.fixture(autouse=True)
 def as_on_cuda(monkeypatch):
     """On the CPU, too, views of the caches grow as on CUDA."""
-    monkeypatch.setattr("poss_lightning.target.cache.STEP", CUDA_STEP)
+    monkeypatch.setattr("poss_lightning.target_model.cache.STEP", CUDA_STEP)
 
 
 @pytest.fixture(scope="module")

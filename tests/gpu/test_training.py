@@ -6,8 +6,8 @@ from torch import Tensor
 
 from poss_lightning.draft import attention
 from poss_lightning.draft.attention import causal_block, flex_block
-from poss_lightning.features.datamodule import FeatureData
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.features.datamodule import FeatureDataModule
+from poss_lightning.training.module import DraftModule
 from tests.support.resuming import Left, fit
 from tests.support.talks import EAGLE3
 from tests.support.tiny import spread, tiny_draft
@@ -86,9 +86,9 @@ def test_a_step_s_losses_and_gradients_are_those_of_the_cpu(store, device, optio
 def losses_and_gradients(store: str, device: torch.device, options: dict) -> list[Tensor]:
     """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
-    module = SpecialistTraining(store, allocation=[1, 2], **options)
+    module = DraftModule(store, allocation=[1, 2], **options)
     spread(module.draft)
-    data = FeatureData(store, batch_tokens=256)
+    data = FeatureDataModule(store, batch_tokens=256)
     data.source = data.source.select(module.aux_layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
     losses, _ = module.to(device)._losses(batch, module.loss, 3)

@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.model import Target
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.model import Target
 from tests.support import naive
 from tests.support.layouts import SHAPES, VOCABULARY, D, read, stated
 from tests.support.tolerance import LAYER, close
@@ -45,7 +45,7 @@ def _random(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str,
     return {name: (torch.randn(shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
 
 
-def agree(folder: Path, draft: Specialists, target: Target, config: dict | None = None) -> None:
+def agree(folder: Path, draft: DraftModel, target: Target, config: dict | None = None) -> None:
     """What ours drafts from a prompt of 5 slots is what the twin of a published folder does: features, EAGLE-3 logits.
 
     Args:

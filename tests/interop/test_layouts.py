@@ -13,7 +13,7 @@ from poss_lightning.interop import settings
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.problems import Checks
 from poss_lightning.interop.tensors import check_frozen
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.interop.published import FUSED, FUSED_BY, KEY, MIDLAYER, SOME, THREE, agree, eagle, eagle3
 from tests.support.layouts import BOTH, CONFIG, SHAPES, VOCABULARY, put, read, same, stated
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer

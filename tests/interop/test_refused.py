@@ -11,7 +11,7 @@ import torch
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop.layouts import check_expressible, find_layout
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.interop import test_speculators as speculators
 from tests.interop.published import FUSED_BY, KEY, SOME, THREE, eagle, eagle3
 from tests.interop.test_dflash import STATED, dflash

@@ -10,8 +10,8 @@ from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.interop import speculators
 from poss_lightning.interop.settings import CONFIG_KEY
-from poss_lightning.target import embedded
-from poss_lightning.target.model import Target
+from poss_lightning.target_model import embedded
+from poss_lightning.target_model.model import Target
 from tests.interop.published import FUSED, KEY, SOME, agree, eagle3
 from tests.support.layouts import BOTH, put, read, same
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from poss_lightning.features.writing import write_store
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.lab import CHOICES, DEPTH, SEEDS, write_events, write_run
 from tests.support.synthetic import make_rows
 from tests.support.talks import SIZES, talks

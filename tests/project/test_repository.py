@@ -22,12 +22,12 @@ PACKAGE = "poss_lightning"
 LEVELS = {
     0: {"files", "machine", "prepack", "ranges", "terminal", "versions"},
     1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics", "plots"},
-    2: {"target"},
+    2: {"target_model"},
     3: {"corpus"},
     4: {"draft", "features"},
     5: {"training", "decoding", "interop"},
     6: {"api", "evaluation", "serving"},
-    7: {"reports", "extract", "synthesize", "shipped"},
+    7: {"reports", "extraction", "synthesize", "shipped"},
     8: {"doctor", "sweep"},
     9: {"cli"},
 }
@@ -37,7 +37,7 @@ LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
 LIGHTNING = ("features.datamodule", "training", "evaluation.probe")
 LIBRARIES = {
     **dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric"), LIGHTNING),
-    "transformers": ("target", "interop", "api"),
+    "transformers": ("target_model", "interop", "api"),
     "vllm": ("serving",),
 }
 
@@ -57,7 +57,7 @@ def modules() -> Iterator[tuple[Path, str, list[tuple[int, str]]]]:
                 found += [(node.lineno, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.module and not node.level, f"{path}:{node.lineno}: imports are absolute"
-                # `from poss_lightning import target` names a room, `from poss_lightning import __version__` does not
+                # `from poss_lightning import files` names a room, `from poss_lightning import __version__` does not
                 found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         _, *inside = path.relative_to(ROOT).with_suffix("").parts
         yield path, ".".join(part for part in inside if part != "__init__") or "__init__", found

@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.sweep import Cell, Sweep
-from poss_lightning.target.describe import spec_of
-from poss_lightning.target.masks import layer_windows
+from poss_lightning.target_model.describe import spec_of
+from poss_lightning.target_model.masks import layer_windows
 from poss_lightning.training.start import check_reach
 from tests.support.documents import ROOT, Command, expanded, parsed, shell
 
@@ -45,7 +45,7 @@ def experiment(name: str) -> dict[str, Cell]:
     return {cell.choice: cell for cell in own.cells(Path(f"experiments/{name}"))}
 
 
-def empty_draft(config: DraftConfig) -> Specialists:
+def empty_draft(config: DraftConfig) -> DraftModel:
     """A draft whose parameters have shapes, but take no memory."""
     with torch.device("meta"):
         return make_draft(config, config.vocabulary_size and torch.arange(config.vocabulary_size, device="cpu"))

@@ -15,7 +15,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import EngineReader, final_norm
 from poss_lightning.shipped import CORPUS
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.engines import NaiveEngine
 from tests.support.families import FAMILIES, SIZE
 from tests.support.stores import SIZES, contents, make_conversations

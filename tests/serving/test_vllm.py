@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation.suites import read_suites
 from poss_lightning.interop.convert import convert
 from poss_lightning.interop.layouts import METHODS
-from poss_lightning.target import embedded
-from poss_lightning.target.model import Target
+from poss_lightning.target_model import embedded
+from poss_lightning.target_model.model import Target
 from tests.support.serving import draft_here, serve, teach
 from tests.support.tiny import tiny_draft, write_target
 from tests.support.unrolling import LLAMA3
@@ -83,7 +83,7 @@ def plain(folder):
     return serve(folder, PROMPTS, LIMIT)
 
 
-def make_draft(case: Case, target: Target) -> Specialists:
+def make_draft(case: Case, target: Target) -> DraftModel:
     every = torch.arange(target.spec.vocab_size)
     vocabulary = every[every % 7 > 0] if case.smaller else None
     draft = tiny_draft(target, case.allocation, depth=6, vocabulary=vocabulary, **case.config)

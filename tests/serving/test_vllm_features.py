@@ -12,7 +12,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.serving.features import vllm_reader
 from poss_lightning.shipped import CORPUS
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.tolerance import LAYER, tolerance
 
 pytestmark = pytest.mark.vllm

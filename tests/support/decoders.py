@@ -5,7 +5,7 @@ from itertools import count
 import torch
 
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.sampling import GREEDY
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4]]
@@ -13,7 +13,7 @@ STOPS = frozenset({1})
 
 
 def speculate(target, draft, *plan, tree="fixed", graphs=None, **sizes) -> Speculative:
-    return Speculative.from_draft(target, draft, Plan(*plan, **sizes), tree, graphs)
+    return Speculative.from_draft(target, draft, TreePlan(*plan, **sizes), tree, graphs)
 
 
 def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):

@@ -11,7 +11,7 @@ from threading import Thread
 import torch
 from safetensors.torch import save
 
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 
 Content = dict[str, torch.Tensor]
 

@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 
 from hypothesis import strategies as st
 
-from poss_lightning import Plan, cli
+from poss_lightning import TreePlan, cli
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.evaluation.options import DecodingOptions
-from poss_lightning.target.options import TargetOptions
+from poss_lightning.target_model.options import TargetOptions
 
 SMALL = [1, 2, 3, 5]
 NUMBERS = [0, -1, 10**9 + 1, 10**30, -(10**30), 0.5, "1e23", "nan", "inf", "-inf", "1e-40", "1e-320"]
@@ -153,7 +153,7 @@ def _parameters(owner: Callable) -> dict[str, Parameter]:
     """Options of a function or class; its keywords are those of a plan, a target or a draft."""
     found = signature(owner).parameters
     named = {name: each for name, each in found.items() if each.kind is not Parameter.VAR_KEYWORD}
-    passed_on = {"plan": Plan, "decoding": DecodingOptions, "target": TargetOptions, "draft": DraftOptions}
+    passed_on = {"plan": TreePlan, "decoding": DecodingOptions, "target": TargetOptions, "draft": DraftOptions}
     keywords = {
         name: each for own in found.keys() - named.keys() for name, each in signature(passed_on[own]).parameters.items()
     }
@@ -177,11 +177,11 @@ def _argument(parameter: Parameter) -> st.SearchStrategy[str]:
 
 def _training() -> st.SearchStrategy[list[str]]:
     """Options of a training of one step, most of them out of range."""
-    from poss_lightning.features.datamodule import FeatureData
-    from poss_lightning.training.module import SpecialistTraining
+    from poss_lightning.features.datamodule import FeatureDataModule
+    from poss_lightning.training.module import DraftModule
 
     options = {}
-    for part, made in (("model", SpecialistTraining), ("data", FeatureData)):
+    for part, made in (("model", DraftModule), ("data", FeatureDataModule)):
         options |= {f"--{part}.{name}": each.annotation for name, each in _parameters(made).items()}
     del options["--model.store"], options["--data.store"]
     one = st.sampled_from([*options]).flatmap(lambda name: value(options[name]).map(f"{name}={{}}".format))

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from poss_lightning.evaluation.benchmark import benchmark
-from poss_lightning.extract import extract
+from poss_lightning.extraction import extract
 from tests.support.tiny import tiny_draft, tiny_target, write_target
 
 QUESTION = {"role": "user", "content": "How many legs?"}

@@ -8,9 +8,9 @@ from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
 from poss_lightning.draft.rope import Rope
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.features.store import Sample
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from tests.support.tiny import tiny_draft
 
 POSITIONS, STEPS = 3, 120
@@ -26,7 +26,7 @@ def learnt_draft(
     before_norm: bool = False,
     rope_at: Callable[[Tensor], Rope] | None = None,
     **config,
-) -> Specialists:
+) -> DraftModel:
     """Train a draft on samples with the outputs of all layers, for what the target would say.
 
     Args:

@@ -18,9 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from poss_lightning import cli
 from poss_lightning.evaluation.probe import Replay
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.callbacks import DraftFolders
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.strategies import DeepSpeed, gather_draft, prepare
 
 STEPS, CLIP = 4, 3.2  # some gradients are longer, some are not: so their scale is seen, too
@@ -98,7 +98,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             continue
         folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
         source, weights = run.get("store", store), run.get("initial", initial)
-        module = SpecialistTraining(source, **MODEL | run.get("model", {}))
+        module = DraftModule(source, **MODEL | run.get("model", {}))
         module.draft.load_state_dict(load_file(weights))
         trainer = lightning.Trainer(
             strategy=STRATEGIES[run["strategy"]](),
@@ -122,7 +122,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
         )
         prepare(trainer.strategy)
         keeps_no_copy(trainer)
-        trainer.fit(module, FeatureData(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
+        trainer.fit(module, FeatureDataModule(source, **DATA), ckpt_path=run.get("resume"), weights_only=True)
         if trainer.is_global_zero:
             save_file(reductions.draft.state_dict(), folder / "weights.safetensors")
             del reductions.steps[0]

@@ -8,9 +8,9 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.files import atomic
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support.ranks import QUIET
 
 LAST = "checkpoints/last.ckpt"
@@ -46,16 +46,16 @@ class Left(Kill):
 
 def fit(store, folder, kill=None, resume=None, every=1, model=None, **options):
     lightning.seed_everything(0)
-    module = SpecialistTraining(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
+    module = DraftModule(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
     kill = kill or Kill()
     keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     usual = {"accelerator": "cpu", "max_epochs": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 0.5}
     usual |= {"default_root_dir": folder, "callbacks": [kill, keep]}
     trainer = lightning.Trainer(**QUIET | usual | options)
-    data = FeatureData(store, batch_tokens=256, validation=0.2)
+    data = FeatureDataModule(store, batch_tokens=256, validation=0.2)
     trainer.fit(module, data, ckpt_path=resume and folder / resume)
     return module, trainer, kill.seen
 
 
-def same_weights(one: SpecialistTraining, other: SpecialistTraining) -> bool:
+def same_weights(one: DraftModule, other: DraftModule) -> bool:
     return all(map(torch.equal, one.draft.parameters(), other.draft.parameters()))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Progress
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.model import Target
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.model import Target
 from tests.support.decoders import speculate
 
 SETTINGS = {  # of vLLM, where the user set none
@@ -49,7 +49,7 @@ class Answer:
         return [end - before - 1 for (before, _), end in zip(self.rounds, ends, strict=True)]
 
 
-def draft_here(target: Target, draft: Specialists, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
+def draft_here(target: Target, draft: DraftModel, prompts: list[list[int]], limit: int, depth: int) -> list[Answer]:
     """Our engine's answers, on chains, one prompt at a time."""
     engine = speculate(target, draft, depth, nodes=depth + 1, tree_width=1)
     answers = [Answer() for _ in prompts]
@@ -93,7 +93,7 @@ def serve(
     return [Answer(list(output.outputs[0].token_ids), rounds.get(output.request_id, [])) for output in outputs]
 
 
-def teach(draft: Specialists, target: Target, prompts: list[list[int]], limit: int, steps: int) -> None:
+def teach(draft: DraftModel, target: Target, prompts: list[list[int]], limit: int, steps: int) -> None:
     """Let a draft learn what its target answers to these prompts, so that rounds of every length happen."""
     config, embed_head = draft.config, target.embed_head.restrict(draft.vocabulary)
     ids = torch.arange(target.spec.vocab_size) if draft.vocabulary is None else draft.vocabulary

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from poss_lightning.draft.attention import Packing
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.stream import collate
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support import naive
 from tests.support.ranks import CLIP, DATA, MODEL, STEPS
 from tests.support.tiny import spread
@@ -24,13 +24,13 @@ Weights = dict[str, torch.Tensor]
 def write_initial(path: Path, store: str, **changes) -> None:
     """Weights to start from, spread so that every specialist matters."""
     torch.manual_seed(0)
-    draft = SpecialistTraining(store, **MODEL | changes).draft
+    draft = DraftModule(store, **MODEL | changes).draft
     spread(draft)
     save_file(draft.state_dict(), path)
 
 
 def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **changes) -> Weights:
-    module = SpecialistTraining(store, **MODEL | changes)
+    module = DraftModule(store, **MODEL | changes)
     draft, depth, embed_head = module.draft, module.draft.config.depth, module.embed_head
     draft.load_state_dict(load_file(initial))
     optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])
@@ -63,7 +63,7 @@ def plain_losses(draft, predictions, counts, greedy, features, head) -> torch.Te
 
 def step_by_step(store: str, share: int, layers: tuple[int, ...] = ()) -> list[list]:
     """The conversations of every optimizer step."""
-    data = FeatureData(store, **DATA)
+    data = FeatureDataModule(store, **DATA)
     data.source = data.source.select(layers)
     schedule, steps = data.train_dataloader().schedule, []
     for epoch in range(2):

@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.draft.specialists import Specialists
-from poss_lightning.target.model import Target
+from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.target_model.model import Target
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -76,7 +76,7 @@ def tiny_target(seed: int = 0, **changes) -> Target:
 
 def tiny_draft(
     target: Target, allocation: list[int], seed: int = 0, vocabulary: Tensor | None = None, **config
-) -> Specialists:
+) -> DraftModel:
     """Random specialists, differing enough from each other that a wrong one shows."""
     torch.manual_seed(seed)
     size = None if vocabulary is None else len(vocabulary)
@@ -86,7 +86,7 @@ def tiny_draft(
     return draft
 
 
-def spread(draft: Specialists, norms: bool = False) -> None:
+def spread(draft: DraftModel, norms: bool = False) -> None:
     """Draw matrices, and norms too, that are so far apart that every specialist matters."""
     std = 0.15 * (SIZE["hidden_size"] / draft.config.target.hidden_size) ** 0.5  # at any width softmax leaves a choice
     for parameter in draft.parameters():

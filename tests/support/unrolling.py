@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from poss_lightning.decoding.drafting import TreeDrafter
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.rope import RopeScaling
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.draft.unroll import unroll
-from poss_lightning.target.cache import Slots
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.cache import Slots
+from poss_lightning.target_model.model import Target
 
 # of a context so short that the tiny target's four frequencies are kept, mixed and slowed
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=80)
@@ -61,7 +61,7 @@ def append(drafter: TreeDrafter, tokens: Tensor, draft_input: Tensor, counts: li
     drafter.append_context(tokens, draft_input, on_device)
 
 
-def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, Tensor, bool]:
+def unroll_what_is_drafted(target: Target, draft: DraftModel) -> tuple[Tensor, Tensor, bool]:
     """Let the Drafter draft a chain, and feed its tokens to the unroll.
 
     Returns:
@@ -69,7 +69,7 @@ def unroll_what_is_drafted(target: Target, draft: Specialists) -> tuple[Tensor, 
     """
     start, depth, device = 11, 6, target.device
     tokens, _, features = inputs(target, start + 1, draft=draft)
-    plan = Plan(depth, depth + 1, tree_width=1)
+    plan = TreePlan(depth, depth + 1, tree_width=1)
     drafter = TreeDrafter(draft, target.embed_head, plan)
     drafter.start(Slots(1, 64, device))
     for first, last in ((0, 7), (7, start + 1)):  # in two rounds; how slots arrive makes no difference
@@ -93,7 +93,7 @@ class Learnt(NamedTuple):
     gradients: list[Tensor]  # of every parameter but an own head's, summed
 
 
-def packed_padded_alone(target: Target, draft: Specialists) -> tuple[Learnt, Learnt, Learnt]:
+def packed_padded_alone(target: Target, draft: DraftModel) -> tuple[Learnt, Learnt, Learnt]:
     """Three conversations in one row, one a row, and each by itself."""
     lengths, depth = [7, 12, 9], 6
     texts = [inputs(target, length, seed=length, draft=draft)[1:] for length in lengths]  # (1, T, D) and (1, T, R)

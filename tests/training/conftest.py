@@ -7,10 +7,10 @@ import lightning
 import pytest
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.writing import write_store
-from poss_lightning.target.model import Target
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.target_model.model import Target
+from poss_lightning.training.module import DraftModule
 from tests.support.ranks import QUIET
 from tests.support.talks import SIZES, talks
 
@@ -37,9 +37,9 @@ def train() -> Callable[..., lightning.Trainer]:
     """Trains a module on a CPU, on its own store unless there are `data`; returns the trainer."""
     quiet = QUIET | {"accelerator": "cpu", "devices": 1, "num_sanity_val_steps": 0, "enable_checkpointing": False}
 
-    def run(module: lightning.LightningModule, data: FeatureData | None = None, **options) -> lightning.Trainer:
+    def run(module: lightning.LightningModule, data: FeatureDataModule | None = None, **options) -> lightning.Trainer:
         trainer = lightning.Trainer(**quiet | options)
-        trainer.fit(module, data or FeatureData(module.hparams["store"], batch_tokens=256, validation=0.2))
+        trainer.fit(module, data or FeatureDataModule(module.hparams["store"], batch_tokens=256, validation=0.2))
         return trainer
 
     return run
@@ -53,8 +53,8 @@ def learn(train) -> Callable[..., lightning.Trainer]:
         lightning.seed_everything(0)
         options = {"allocation": [2, 2], "learning_rate": 3e-3, "warmup": 0.05} | draft
         return train(
-            SpecialistTraining(store, **options),
-            FeatureData(store, batch_tokens=512, validation=0.2),
+            DraftModule(store, **options),
+            FeatureDataModule(store, batch_tokens=512, validation=0.2),
             logger=TensorBoardLogger(folder, name="", version="") if folder else False,
             max_steps=steps,
             precision=precision,

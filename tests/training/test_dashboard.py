@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.probe import Replay, answered_samples
 from poss_lightning.evaluation.replay import replay_rounds
 from poss_lightning.features.store import Sample
@@ -20,7 +20,7 @@ from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.dashboard import Dashboard
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support.tolerance import close
 
 DEPTH = 4
@@ -70,7 +70,7 @@ def test_validation_replays_the_held_out_answers(learn, store):
     data, draft, logged = trainer.datamodule, trainer.lightning_module.draft.eval(), trainer.callback_metrics
     held = [data.source[i] for i in data.held_out]
     for kind, nodes, tree_width in (("chain", DEPTH + 1, 1), ("tree", 12, 4)):
-        found = replay_rounds(draft, data.source.embed_head(), held, Plan(DEPTH, nodes, tree_width))
+        found = replay_rounds(draft, data.source.embed_head(), held, TreePlan(DEPTH, nodes, tree_width))
         rounds = [count for sample in found for answer in sample for count in answer]
         tau = sum(count + 1 for count in rounds) / len(rounds)
         assert close(logged[f"val/tau_{kind}"], tau)
@@ -93,7 +93,7 @@ def test_answers_too_short_for_a_round_do_not_end_a_training(store, train, tmp_p
     watch = ModelCheckpoint(tmp_path, monitor="val/tau_tree", mode="max")
     with pytest.warns(UserWarning, match="there is no val/tau_tree, as no answer is long enough"):
         trainer = train(
-            SpecialistTraining(store, allocation=[1]),
+            DraftModule(store, allocation=[1]),
             max_steps=2,
             val_check_interval=1,
             enable_checkpointing=True,

@@ -16,7 +16,7 @@ import yaml
 from poss_lightning.reports.scalars import read_scalars
 from poss_lightning.training.command import Training
 from poss_lightning.training.fit import command_line, fit, fit_once
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.run_folder import FINISHED
 from tests.support.command import left, unchanged
 
@@ -185,7 +185,7 @@ def test_a_finished_training_takes_no_memory(store, tmp_path):
     """A sweep has many in one process. Other tests may have left some."""
 
     def alive() -> int:
-        return sum(isinstance(each, SpecialistTraining) for each in gc.get_objects())
+        return sum(isinstance(each, DraftModule) for each in gc.get_objects())
 
     gc.collect()
     before = alive()

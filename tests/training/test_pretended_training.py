@@ -19,18 +19,18 @@ from torch.nn.attention.flex_attention import AuxOutput
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation import replay
 from poss_lightning.evaluation.probe import Replay
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, collate
 from poss_lightning.features.writing import tokenize
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.training.callbacks import StepBar, Throughput
 from poss_lightning.training.dashboard import Dashboard
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support.pretended import PretendedDevice
 from tests.support.pretended_calls import DEVICE
 from tests.support.steps import difference
@@ -99,7 +99,7 @@ def fit(stores, train, tmp_path):
     def run(kind: str, where: PretendedDevice | None, plugins=None, steps: int = STEPS, **changes):
         """Steps of two batches each on a device, or on the host; weights before and after, losses, waits of batches."""
         lightning.seed_everything(0, verbose=False)
-        module = SpecialistTraining(stores[kind], **MODEL | OPTIONS[kind] | changes)
+        module = DraftModule(stores[kind], **MODEL | OPTIONS[kind] | changes)
         start = {name: value.clone() for name, value in module.draft.state_dict().items()}
         waits: list[list[str]] = []  # from the start of a batch to that of the next
 
@@ -111,7 +111,7 @@ def fit(stores, train, tmp_path):
         watch = LambdaCallback(on_train_batch_start=begin)
         trainer = train(
             module,
-            FeatureData(stores[kind], batch_tokens=128, validation=0.2, noise=0.0),
+            FeatureDataModule(stores[kind], batch_tokens=128, validation=0.2, noise=0.0),
             max_steps=steps,
             accelerator="auto",
             strategy=SingleDeviceStrategy(DEVICE if where else torch.device("cpu"), Accelerator()),
@@ -164,7 +164,7 @@ def test_autocast_of_cuda_takes_all_dtypes(device, fit):
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kind):
-    data = FeatureData(stores[kind], batch_tokens=256)
+    data = FeatureDataModule(stores[kind], batch_tokens=256)
     data.source = data.source.select(LAYERS[kind])
     pinned = next(iter(data.train_dataloader()))
     device.waits.clear()
@@ -175,14 +175,14 @@ def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kin
 
 
 def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
-    module = SpecialistTraining(stores["eagle2"], allocation=[2])
+    module = DraftModule(stores["eagle2"], allocation=[2])
     samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
     monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
-    host = replay.replay_rounds(module.draft, module.embed_head, samples, Plan(2))
+    host = replay.replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))
     rounds.clear()
     device.waits.clear()
     samples = move_data_to_device(samples, DEVICE)
-    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, Plan(2)) == host
+    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, TreePlan(2)) == host
     assert len(rounds) > 10 and sum("replay.py" in wait for wait in device.waits) < 1.5 * len(rounds)
 
 

@@ -10,7 +10,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.files import conf_names
 from poss_lightning.training.fit import compose
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from tests.support import naive
 from tests.support.tiny import spread, tiny_target
 from tests.support.tolerance import LAYER, close
@@ -38,7 +38,7 @@ def test_a_file_trains_with_the_published_loss(name, inner):
     options = compose("published.yaml", f"draft/{name}.yaml", {"data": {"store": inner}})["model"] | {"store": inner}
     options["vocabulary_size"] = options["vocabulary_size"] and 200  # the tiny target has 320 tokens
     torch.manual_seed(0)
-    module = SpecialistTraining(**options)
+    module = DraftModule(**options)
     spread(draft := module.draft)
     store = FeatureStore(inner).select(module.aux_layers)
     samples = [store[0], store[2]]

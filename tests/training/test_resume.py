@@ -8,9 +8,9 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.run_folder import folder_of
 from tests.support.processes import forked
 from tests.support.ranks import QUIET
@@ -97,7 +97,7 @@ def test_an_epoch_that_a_stop_cut_short_is_continued(store, tmp_path, by, accumu
         assert watch.seen + rest == seen and other.global_step == trainer.global_step
 
 
-class Idle(SpecialistTraining):
+class Idle(DraftModule):
     """Is shown batches, and learns nothing from them."""
 
     def training_step(self, batch, batch_idx=0):
@@ -135,7 +135,7 @@ def test_from_every_checkpoint_every_epoch_shows_each_conversation_once(store, t
         trainer = lightning.Trainer(
             max_epochs=2, callbacks=[see, *savers], default_root_dir=folder, accelerator="cpu", **options | QUIET
         )
-        data = FeatureData(store, batch_tokens=256, validation=0.2)
+        data = FeatureDataModule(store, batch_tokens=256, validation=0.2)
         trainer.fit(Idle(store, allocation=[1]), data, ckpt_path=resume)
         return seen, trainer
 

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 
 from poss_lightning.draft.kinds import load_draft
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.stream import collate
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.fit import command_line
@@ -115,7 +115,7 @@ def reference(sources) -> dict[str, tuple[Weights, Weights]]:
 
 def test_processes_have_uneven_slot_counts(sources):
     store = sources["eagle2"]["store"]
-    schedule = FeatureData(store, **DATA).train_dataloader().schedule
+    schedule = FeatureDataModule(store, **DATA).train_dataloader().schedule
     sums = [sum(int(collate([[source]]).mask.passes.sum()) for source in step) for step in step_by_step(store, 1)]
     assert len(set(sums)) == len(sums) and len(schedule.batches()) % 4 == 2
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
-from poss_lightning.decoding.plans import Plan
+from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.probe import Replay
 from poss_lightning.evaluation.replay import replay_rounds
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
-from poss_lightning.target.model import Target
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.target_model.model import Target
+from poss_lightning.training.module import DraftModule
 from tests.support.ranks import QUIET
 from tests.support.tiny import tiny_target
 from tests.support.tolerance import LAYER, close
@@ -41,7 +41,7 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
 
 
 def test_a_replay_of_the_trainer_is_not_replaced(store, train):
-    module, callbacks = SpecialistTraining(store, allocation=[1]), [Replay(answers=3)]
+    module, callbacks = DraftModule(store, allocation=[1]), [Replay(answers=3)]
     trainer = train(module, max_steps=1, callbacks=callbacks, limit_val_batches=2)
     trainer.validate(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert [each.answers for each in trainer.callbacks if isinstance(each, Replay)] == [3]
@@ -50,9 +50,9 @@ def test_a_replay_of_the_trainer_is_not_replaced(store, train):
 
 def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, make_store, tiny_folder, train):
     own = make_store(Target.load(tiny_folder, "float32"), limit=12)
-    data = FeatureData(store, validation=0.0, validation_store=own, test_store=own, batch_tokens=256)
+    data = FeatureDataModule(store, validation=0.0, validation_store=own, test_store=own, batch_tokens=256)
     assert len(data.train) == 40 and not isinstance(data.held_out, range)
-    module = SpecialistTraining(store, allocation=[1, 1], gamma=0.7)
+    module = DraftModule(store, allocation=[1, 1], gamma=0.7)
     with pytest.warns(UserWarning, match="the draft was trained on 12 of these 12 conversations"):
         trainer = train(module, data, max_steps=1, val_check_interval=1, callbacks=[Replay(answers=1000)])
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
@@ -61,7 +61,7 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
         losses, _ = module._losses(collate([[sample] for sample in samples]), module.loss, 2)
     means = losses.weighted / losses.slots
     assert close(found["val/loss"], means[0] + 0.7 * means[1], sums=2 * LAYER)
-    replayed = replay_rounds(module.draft, module.embed_head, samples, Plan(2))
+    replayed = replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))
     accepted = [count for sample in replayed for answer in sample for count in answer]
     assert close(found["val/tau_tree"], 1 + sum(accepted) / len(accepted), dtype=torch.float32)
     with pytest.warns(UserWarning, match="trained on 12 of these 12"):
@@ -70,26 +70,26 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
 
 
 def test_what_a_trainer_cannot_do_is_refused(store, inner):
-    module = SpecialistTraining(store, allocation=[1])
+    module = DraftModule(store, allocation=[1])
     with pytest.raises(ValueError, match="nothing to test on: give a test_store"):
-        lightning.Trainer(accelerator="cpu", **QUIET).test(module, FeatureData(store))
+        lightning.Trainer(accelerator="cpu", **QUIET).test(module, FeatureDataModule(store))
     with pytest.raises(ValueError, match=r"validation is 0\.0, .* give a validation_store"):
-        FeatureData(store, validation=0.0)
+        FeatureDataModule(store, validation=0.0)
     for name in ("validation_store", "test_store"):
         with pytest.raises(ValueError, match=f"{name} .* is of a different target than what is trained on: "):
-            FeatureData(store, **{name: inner})
+            FeatureDataModule(store, **{name: inner})
 
 
 def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
     ids: list[list[str]] = []
     sees = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, _: ids.append(batch.ids))
     for options in ({"overfit_batches": 2, "max_epochs": 2}, {"limit_train_batches": 2}):
-        train(SpecialistTraining(store, allocation=[1]), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
+        train(DraftModule(store, allocation=[1]), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
     assert ids[:2] == ids[2:4] and ids[0] != ids[1]
     assert ids[4:6] != ids[6:]
 
 
-class Own(SpecialistTraining):
+class Own(DraftModule):
     """A loss of the features' own length, of every other batch that is trained on, and a hyperparameter."""
 
     def __init__(self, store, strength: float = 2.0, **options):
@@ -107,9 +107,9 @@ class Own(SpecialistTraining):
 def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulate):
     """The gradient of the whole step does not depend on its batches."""
     options = {"allocation": [1, 1], "gamma": 0.7}
-    own, plain = Own(store, strength=0.5, **options), SpecialistTraining(store, **options)
+    own, plain = Own(store, strength=0.5, **options), DraftModule(store, **options)
     plain.load_state_dict(own.state_dict())
-    data = FeatureData(store, validation=0.2, batch_tokens=2048 // accumulate, noise=0.0)
+    data = FeatureDataModule(store, validation=0.2, batch_tokens=2048 // accumulate, noise=0.0)
     data.trainer = lightning.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, **QUIET)
     batches = [batch for batch, _ in zip(data.train_dataloader(), range(accumulate), strict=False)]
 

@@ -13,18 +13,18 @@ from lightning.pytorch.callbacks import LambdaCallback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import pad
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.draft.kinds import load_draft, make_draft
-from poss_lightning.draft.specialists import Specialists
+from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation.probe import Replay
-from poss_lightning.features.datamodule import FeatureData
+from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.losses.slot_weights import draw_chains
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.model import Target
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint, Throughput
 from poss_lightning.training.dashboard import Dashboard
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.training.module import DraftModule
 from poss_lightning.training.optimizers import Muon
 from tests.support import naive
 from tests.support.decoders import speculate, tokens_of
@@ -61,7 +61,7 @@ def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_
 def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
     """Those that are drawn carry the weights of the others."""
     lightning.seed_everything(0)
-    module = SpecialistTraining(inner, allocation=[4], **BLOCK)
+    module = DraftModule(inner, allocation=[4], **BLOCK)
     batch = batch_of(inner, (0, 20, 39), module.aux_layers)
     begins = batch.mask.passes > 0
 
@@ -123,7 +123,7 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
 def test_an_own_head_learns_within_its_vocabulary(inner, size):
     """Where the target's most likely token is in the vocabulary, and from the target's distribution over it."""
     lightning.seed_everything(0)
-    module = SpecialistTraining(inner, allocation=[2, 2], **EAGLE3, vocabulary_size=size)
+    module = DraftModule(inner, allocation=[2, 2], **EAGLE3, vocabulary_size=size)
     batch = batch_of(inner, (5, 30), module.aux_layers)
     assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
     losses, predictions = module._losses(batch, module.loss, 4)
@@ -140,8 +140,8 @@ def test_an_own_head_learns_within_its_vocabulary(inner, size):
 def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     """As SPEED keeps EAGLE-3's, whatever is common in the new store; for a different size it is chosen again."""
 
-    def begin(allocation, size, **options) -> Specialists:
-        return SpecialistTraining(inner, allocation=allocation, **EAGLE3, vocabulary_size=size, **options).draft
+    def begin(allocation, size, **options) -> DraftModel:
+        return DraftModule(inner, allocation=allocation, **EAGLE3, vocabulary_size=size, **options).draft
 
     odd = make_draft(begin([4], 200).config, torch.arange(120, 320))
     odd.save_pretrained(tmp_path / "odd")
@@ -165,7 +165,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
 )
 def test_what_a_draft_cannot_have_is_refused_at_once(inner, options, words):
     with pytest.raises(ValueError, match=words):
-        SpecialistTraining(inner, allocation=[2, 2], **options)
+        DraftModule(inner, allocation=[2, 2], **options)
 
 
 def test_samples_have_only_the_layers_that_are_read(inner):
@@ -183,9 +183,9 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
     def watch(trainer, module, outputs, batch, batch_idx):
         logged.append((not batch.mask.is_empty, float(trainer.callback_metrics["train/loss"])))
 
-    data = FeatureData(store, batch_tokens=512, validation=0.2)
+    data = FeatureDataModule(store, batch_tokens=512, validation=0.2)
     options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0, "log_every_n_steps": 1}
-    module, watching = SpecialistTraining(store, allocation=[2]), LambdaCallback(on_train_batch_end=watch)
+    module, watching = DraftModule(store, allocation=[2]), LambdaCallback(on_train_batch_end=watch)
     train(module, data, callbacks=[watching], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
@@ -212,7 +212,7 @@ def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     """Answers are shorter than the depth; or the draft's own head has none of the tokens there."""
     lightning.seed_everything(0)
     options = EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {}
-    module = SpecialistTraining(inner, allocation=[2, 2], **options | {"gamma": 0.7})
+    module = DraftModule(inner, allocation=[2, 2], **options | {"gamma": 0.7})
     batch = batch_of(inner, range(0, 40, 4), module.aux_layers)
     if kind == "eagle2":
         short = with_passes(batch, batch.mask.passes.clamp(max=2))
@@ -257,7 +257,7 @@ def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
-    module = SpecialistTraining(store, allocation=[2], learning_rate=1.0, warmup=0.1)
+    module = DraftModule(store, allocation=[2], learning_rate=1.0, warmup=0.1)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     module.trainer = SimpleNamespace(estimated_stepping_batches=100, max_steps=-1, strategy=strategy)
     (factor,) = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas
@@ -268,8 +268,11 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
 
 
 def test_a_validation_is_as_deep_as_decoding_be_it_a_single_pass(store):
-    deep = SpecialistTraining(store, allocation=[6], depth=1)
+    deep = DraftModule(store, allocation=[6], depth=1)
     assert (deep.draft.config.depth, deep.eval_depth) == (1, 6)
-    data, trainer = FeatureData(store, batch_tokens=512, validation=0.2), lightning.Trainer(accelerator="cpu", **QUIET)
-    (values,) = trainer.validate(SpecialistTraining(store, allocation=[1]), data, verbose=False)
+    data, trainer = (
+        FeatureDataModule(store, batch_tokens=512, validation=0.2),
+        lightning.Trainer(accelerator="cpu", **QUIET),
+    )
+    (values,) = trainer.validate(DraftModule(store, allocation=[1]), data, verbose=False)
     assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values

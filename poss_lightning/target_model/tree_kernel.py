@@ -15,9 +15,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.nn.functional import pad
 
-from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.grouped_attention import Attention
-from poss_lightning.target.masks import Masks, Windows
+from poss_lightning.target_model.cache import TreeCache
+from poss_lightning.target_model.grouped_attention import Attention
+from poss_lightning.target_model.masks import Masks, Windows
 
 SPLIT, TILE = 256, 64  # tokens
 ROWS, WARPS, STAGES = 32, 4, 3  # of a program of `_context`

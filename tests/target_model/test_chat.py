@@ -12,9 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.target.chat import Chat, Rendered
-from poss_lightning.target.spelling import GUARD
-from poss_lightning.target.template import thinking
+from poss_lightning.target_model.chat import Chat, Rendered
+from poss_lightning.target_model.spelling import GUARD
+from poss_lightning.target_model.template import thinking
 from tests.support.templates import (
     DATED,
     FAMILIES,

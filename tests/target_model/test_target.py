@@ -18,12 +18,12 @@ import poss_lightning
 from poss_lightning.corpus.readers import Conversation
 from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target import embedded, generation, grouped_attention
-from poss_lightning.target.describe import fingerprint
-from poss_lightning.target.fingerprints import same_weights
-from poss_lightning.target.generation import PlainLoop, prefill
-from poss_lightning.target.masks import causal_ancestors
-from poss_lightning.target.model import Target
+from poss_lightning.target_model import embedded, generation, grouped_attention
+from poss_lightning.target_model.describe import fingerprint
+from poss_lightning.target_model.fingerprints import same_weights
+from poss_lightning.target_model.generation import PlainDecoder, prefill
+from poss_lightning.target_model.masks import causal_ancestors
+from poss_lightning.target_model.model import Target
 from tests.support.stores import SIZES
 from tests.support.tiny import tiny_model, tiny_target, tiny_tokenizer
 from tests.support.tolerance import LAYER, close
@@ -76,8 +76,8 @@ def test_texts_do_not_depend_on_the_rows_that_they_wait_for(target, sampling, ro
     prompts = [[5 + i, *range(6, 6 + 11 * i % 40)] for i in range(11)]
     limits, stops = [1 + 17 * i % 30 for i in range(11)], frozenset(range(30, 60))
     given = limits, stops, sampling
-    expected = PlainLoop(target).generate(prompts, *given, torch.Generator().manual_seed(1))
-    loop, sizes = PlainLoop(target), []
+    expected = PlainDecoder(target).generate(prompts, *given, torch.Generator().manual_seed(1))
+    loop, sizes = PlainDecoder(target), []
     steps = loop.steps(prompts, *given, torch.Generator().manual_seed(1), rows=rows)
     texts = [[] for _ in prompts]
     for step in steps:
@@ -90,7 +90,7 @@ def test_texts_do_not_depend_on_the_rows_that_they_wait_for(target, sampling, ro
 
 def test_a_cache_is_freed_before_a_larger_one_is_allocated(target, monkeypatch):
     """If that fails, the next text allocates again."""
-    loop = PlainLoop(target)
+    loop = PlainDecoder(target)
     said, old = loop.generate([[5, 6]], 4, frozenset()), loop.cache
 
     def full(*_):
@@ -193,7 +193,7 @@ def test_a_folder_of_anything_else_is_refused_and_no_code_of_it_runs(copy, monke
     assert not (copy / "ran").exists()
 
 
-@pytest.mark.parametrize("where", ["transformers.PreTrainedModel.to", "poss_lightning.target.model.check_target"])
+@pytest.mark.parametrize("where", ["transformers.PreTrainedModel.to", "poss_lightning.target_model.model.check_target"])
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -226,7 +226,7 @@ def test_transformers_loads_nothing_but_by_the_function_that_runs_no_code():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in loads:
                 found.append((path.name, ast.unparse(node.value)))
-    assert [each for each in found if each[1] not in ("Specialists", "cls", "super()")] == [("loading.py", "kind")]
+    assert [each for each in found if each[1] not in ("DraftModel", "cls", "super()")] == [("loading.py", "kind")]
 
 
 def test_a_quantised_target_is_the_model_that_it_encodes(copy):
@@ -259,7 +259,7 @@ def test_a_token_without_a_row_is_refused_by_name_wherever_text_is_read(tmp_path
     with pytest.raises(ValueError, match=words):
         write_store(tmp_path / "store", target, [Conversation("img", talk)], **SIZES, strict=True)
     with pytest.raises(ValueError, match=words):
-        PlainLoop(target).generate([[5, beyond]], 4, frozenset())
+        PlainDecoder(target).generate([[5, beyond]], 4, frozenset())
     assert not (tmp_path / "store").exists()
     target.check_tokens(range(beyond), "all others")
 

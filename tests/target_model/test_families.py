@@ -4,16 +4,16 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from poss_lightning.decoding.autoregressive import Autoregressive, Generate
+from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
-from poss_lightning.target import masks
-from poss_lightning.target.describe import spec_of
-from poss_lightning.target.generation import pad_right, prefill
-from poss_lightning.target.model import Target
-from poss_lightning.training.module import SpecialistTraining
+from poss_lightning.target_model import masks
+from poss_lightning.target_model.describe import spec_of
+from poss_lightning.target_model.generation import pad_right, prefill
+from poss_lightning.target_model.model import Target
+from poss_lightning.training.module import DraftModule
 from tests.support import naive
 from tests.support.decoders import PROMPTS, plant, speculate, tokens_of
 from tests.support.families import FAMILIES, MIXED, OTHERS, SIZE, TURN, WINDOW
@@ -222,7 +222,7 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
         some = torch.tensor([3, 50, 280])
         assert close(embed_head.restrict(some).logits(sample.features), logits[:, some], sums=3 * LAYER)
     torch.manual_seed(0)
-    module = SpecialistTraining(str(tmp_path / "store"), allocation=[1, 2])
+    module = DraftModule(str(tmp_path / "store"), allocation=[1, 2])
     batch = collate([[store[i]] for i in range(6)])
     ours, predictions = module._losses(batch, module.loss, 3)
     given = predictions, batch.features[:, 1:], batch.mask.passes, module.embed_head.head

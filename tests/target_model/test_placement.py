@@ -8,11 +8,11 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoConfig
 
-from poss_lightning.decoding.autoregressive import Generate
-from poss_lightning.target import placement
-from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.generation import PlainLoop
-from poss_lightning.target.model import Target
+from poss_lightning.decoding.baselines import Generate
+from poss_lightning.target_model import placement
+from poss_lightning.target_model.cache import TreeCache
+from poss_lightning.target_model.generation import PlainDecoder
+from poss_lightning.target_model.model import Target
 from tests.support.decoders import PROMPTS, STOPS, speculate, tokens_of
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 
@@ -25,8 +25,8 @@ def test_hooks_leave_trees_caches_and_baselines_as_they_are(target):
     spread = Target(model, tiny_tokenizer(), "tiny")
     assert model.model.layers[0].mlp.up_proj._hf_hook is not None and not spread.spans_devices
     assert spread.spec.difference(target.spec) is None
-    expected = PlainLoop(target).generate(PROMPTS, 20, STOPS)
-    assert PlainLoop(spread).generate(PROMPTS, 20, STOPS) == expected
+    expected = PlainDecoder(target).generate(PROMPTS, 20, STOPS)
+    assert PlainDecoder(spread).generate(PROMPTS, 20, STOPS) == expected
     for decoder in (speculate(spread, tiny_draft(spread, [2, 1])), Generate(spread)):
         assert tokens_of(decoder, limit=20) == expected
 

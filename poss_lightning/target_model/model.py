@@ -15,26 +15,26 @@ from transformers.cache_utils import Cache
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.prepack import Steady, product_with
-from poss_lightning.target import embedded
-from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.chat import Chat
-from poss_lightning.target.checks import check_target, find_by_position
-from poss_lightning.target.describe import (
+from poss_lightning.target_model import embedded
+from poss_lightning.target_model.cache import TreeCache
+from poss_lightning.target_model.chat import Chat
+from poss_lightning.target_model.checks import check_target, find_by_position
+from poss_lightning.target_model.describe import (
     decoding_copy,
     embed_head_of,
     fingerprint,
     plain_embed_head,
     spec_of,
 )
-from poss_lightning.target.grouped_attention import attending_by, mask_copies
-from poss_lightning.target.loading import explain_failure, load_config, load_model
-from poss_lightning.target.masks import layer_masks, layer_windows
-from poss_lightning.target.placement import Parallel, placement
-from poss_lightning.target.template import Variables, token_ids
+from poss_lightning.target_model.grouped_attention import attending_by, mask_copies
+from poss_lightning.target_model.loading import explain_failure, load_config, load_model
+from poss_lightning.target_model.masks import layer_masks, layer_windows
+from poss_lightning.target_model.placement import Parallel, placement
+from poss_lightning.target_model.template import Variables, token_ids
 from poss_lightning.terminal import announced
 
 if TYPE_CHECKING:
-    from poss_lightning.target.checks import Reader
+    from poss_lightning.target_model.checks import Reader
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository that are downloaded
 

@@ -14,8 +14,8 @@ import torch
 from jinja2 import Environment, meta
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from poss_lightning.target.spelling import any_of
-from poss_lightning.target.thoughts import THINKS, thought_of
+from poss_lightning.target_model.spelling import any_of
+from poss_lightning.target_model.thoughts import THINKS, thought_of
 
 logger = logging.getLogger(__name__)
 Message = dict[str, Any]  # role, content, and whatever else a template reads: tool_calls, thoughts, name

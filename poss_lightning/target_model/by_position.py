@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from poss_lightning.target.cache import STEP, TreeCache
-from poss_lightning.target.grouped_attention import Attention
-from poss_lightning.target.masks import Masks, Windows
+from poss_lightning.target_model.cache import STEP, TreeCache
+from poss_lightning.target_model.grouped_attention import Attention
+from poss_lightning.target_model.masks import Masks, Windows
 
 TAIL = 16  # tokens: the longest path, root included
 BLOCK = 512  # keys that torch's attention on a CPU folds at once

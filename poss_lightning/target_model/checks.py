@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from poss_lightning.target.by_position import ByPosition
-from poss_lightning.target.grouped_attention import GROUPED
-from poss_lightning.target.loading import reason
-from poss_lightning.target.masks import causal_ancestors, layer_windows
+from poss_lightning.target_model.by_position import ByPosition
+from poss_lightning.target_model.grouped_attention import GROUPED
+from poss_lightning.target_model.loading import reason
+from poss_lightning.target_model.masks import causal_ancestors, layer_windows
 
 if TYPE_CHECKING:
-    from poss_lightning.target.tree_kernel import TreeKernel
+    from poss_lightning.target_model.tree_kernel import TreeKernel
 
     Reader = ByPosition | TreeKernel
-    from poss_lightning.target.cache import TreeCache
-    from poss_lightning.target.model import Target
+    from poss_lightning.target_model.cache import TreeCache
+    from poss_lightning.target_model.model import Target
 
 #        r a b c d   the tree that a target must get right: r(a(c) b(d))
 TREE = ((1, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 1, 0, 1, 0), (1, 0, 1, 0, 1))
@@ -87,7 +87,7 @@ def _reader(target: "Target") -> "Reader":
     if target.device.type == "cpu":
         return ByPosition(target.dtype, target.spec.head_dim, target.spec.heads // target.spec.kv_heads)
     try:
-        from poss_lightning.target.tree_kernel import TreeKernel
+        from poss_lightning.target_model.tree_kernel import TreeKernel
     except ImportError as error:
         raise NotImplementedError("Triton is not installed") from error
     if target.device.type != "cuda":

@@ -6,12 +6,12 @@ from itertools import product
 import pytest
 import torch
 
-from poss_lightning.decoding.autoregressive import Autoregressive
+from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.sampling import GREEDY, Sampling
-from poss_lightning.target import by_position
-from poss_lightning.target.by_position import TAIL, ByPosition, find_tails
-from poss_lightning.target.cache import TreeCache
-from poss_lightning.target.model import Target
+from poss_lightning.target_model import by_position
+from poss_lightning.target_model.by_position import TAIL, ByPosition, find_tails
+from poss_lightning.target_model.cache import TreeCache
+from poss_lightning.target_model.model import Target
 from tests.support import naive
 from tests.support.decoders import drawn, plant_in_tree, speculate
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
@@ -159,7 +159,7 @@ def by_text(seen, prompt, truth) -> dict[int, torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "qwen3", "mistral", "llama, yarn"])
 def test_families_are_exact_or_say_why_not(name, caplog):
-    from tests.target.test_families import family
+    from tests.target_model.test_families import family
 
     with caplog.at_level(logging.INFO, logger="poss_lightning"):
         target = family(name, intermediate_size=64)

@@ -17,7 +17,7 @@ DEVICE = "cuda" if os.environ.get("POSS_DEVICE", "cpu") != "cpu" else "cpu"
 triton = pytest.importorskip("triton", reason="triton is not installed")
 if DEVICE == "cpu" and version("numpy") >= "2.4":
     pytest.skip("triton's interpreter needs numpy below 2.4", allow_module_level=True)
-kernel = pytest.importorskip("poss_lightning.target.tree_kernel")
+kernel = pytest.importorskip("poss_lightning.target_model.tree_kernel")
 
 CASES = [  # heads, key heads, width, lengths of two texts, window: trees begin in tiles, at their borders, at a split's
     (4, 2, 16, [70, 3], None),

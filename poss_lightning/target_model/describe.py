@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from poss_lightning.machine import memory_bytes
 from poss_lightning.prepack import Switch, make_steady, prepack
-from poss_lightning.target.grouped_attention import GROUPED
-from poss_lightning.target.masks import FULL
-from poss_lightning.target.spec import EmbedHead, TargetSpec
+from poss_lightning.target_model.grouped_attention import GROUPED
+from poss_lightning.target_model.masks import FULL
+from poss_lightning.target_model.spec import EmbedHead, TargetSpec
 
 
 def plain_embed_head(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:

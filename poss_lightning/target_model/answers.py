@@ -4,8 +4,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 
-from poss_lightning.target.template import MARK, THOUGHTS, Message, Template, Variables
-from poss_lightning.target.thoughts import empty_thought, thought_begun, thought_of
+from poss_lightning.target_model.template import MARK, THOUGHTS, Message, Template, Variables
+from poss_lightning.target_model.thoughts import empty_thought, thought_begun, thought_of
 
 SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
 

@@ -37,7 +37,7 @@ def unpack(file: Path, destination: Path) -> None:
     """Write the model of a GGUF file as a folder of transformers, in bfloat16, whole or not at all."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from poss_lightning.target.loading import load_part
+    from poss_lightning.target_model.loading import load_part
 
     try:  # 5.23 and later would keep the blocks packed
         from transformers import GgufConfig

@@ -8,10 +8,10 @@ from tqdm import tqdm
 
 from poss_lightning.clock import Clock, Timer
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
-from poss_lightning.target.cache import TreeCache, step_of
-from poss_lightning.target.graphs import Graphs
-from poss_lightning.target.masks import causal_ancestors
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.cache import TreeCache, step_of
+from poss_lightning.target_model.graphs import Graphs
+from poss_lightning.target_model.masks import causal_ancestors
+from poss_lightning.target_model.model import Target
 
 PREFILL_BLOCK, TOKENS = 2048, 8192  # slots of a prompt that one forward reads, and of all prompts together
 FREE = 0.25  # of the rows of a batch: so many are refilled together, or dropped
@@ -104,7 +104,7 @@ def prefill(
     return cache, torch.cat(draft_inputs, dim=1), last
 
 
-class PlainLoop:
+class PlainDecoder:
     """Decodes a batch by one token per forward; the next batch takes over its cache where it fits.
 
     On CUDA a step runs as a graph, as the engine's rounds do. Otherwise part of a speed-up over this loop would come

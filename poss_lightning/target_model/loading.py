@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from poss_lightning.target.describe import fingerprint
+from poss_lightning.target_model.describe import fingerprint
 
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:

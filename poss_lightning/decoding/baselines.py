@@ -6,8 +6,8 @@ import torch
 
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.decoder import Decoder, Progress, Request, new_token_limits
-from poss_lightning.target.generation import OutputTracker, PlainLoop, pad_right
-from poss_lightning.target.model import Target
+from poss_lightning.target_model.generation import OutputTracker, PlainDecoder, pad_right
+from poss_lightning.target_model.model import Target
 
 
 class Autoregressive(Decoder):
@@ -19,7 +19,7 @@ class Autoregressive(Decoder):
     """
 
     def __init__(self, target: Target, graphs: bool | None = None):
-        self.target, self.loop, self.exact = target, PlainLoop(target, graphs), True
+        self.target, self.loop, self.exact = target, PlainDecoder(target, graphs), True
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from poss_lightning.target.answers import Answer, AnswerFinder
-from poss_lightning.target.spelling import Spelling
-from poss_lightning.target.template import MARK, Message, Template, Variables
+from poss_lightning.target_model.answers import Answer, AnswerFinder
+from poss_lightning.target_model.spelling import Spelling
+from poss_lightning.target_model.template import MARK, Message, Template, Variables
 
 
 @dataclass(frozen=True)

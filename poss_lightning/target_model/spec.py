@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from poss_lightning.prepack import Product
 from poss_lightning.ranges import refuse_types
-from poss_lightning.target.fingerprints import same_weights
+from poss_lightning.target_model.fingerprints import same_weights
 
 
 @dataclass(frozen=True, kw_only=True)

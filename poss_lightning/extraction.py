@@ -15,7 +15,7 @@ from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
-from poss_lightning.target.options import TargetOptions
+from poss_lightning.target_model.options import TargetOptions
 
 ASKED = "asked.json"  # in a finished store: what it was asked for, so that the same command need not read the corpus
 
