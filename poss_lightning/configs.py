@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from poss_lightning.files import conf_names, find_config
 from poss_lightning.ranges import describe_refusal, near
 
+ConfigSource = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or a mapping of options
 FLAGS = ("--config", "-c")
 # How jsonargparse names the option of an error.
 OPTION = re.compile(r"""(?:unrecognized arguments: (?:--)?|(?:[Oo]ption|[Kk]ey) ["'])([\w.]+)""")
@@ -35,7 +36,7 @@ def set_up_parser() -> None:
 
 
 def locate_configs(arguments: Iterable[str]) -> list[str]:
-    """Return the arguments with each `--config` file of conf/ as a path: a wheel has no conf/ beside its user.
+    """Return the arguments with each `--config` file of conf/ as a path: a wheel has no conf/ in its user's folder.
 
     Raises:
         FileNotFoundError: there is no such file.

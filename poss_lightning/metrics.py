@@ -38,7 +38,7 @@ class PositionAcceptance(Metric):
         self.add_state("passed", torch.zeros(depth, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, accepted: Tensor) -> None:
-        """Add rounds, of which each `accepted` so many drafted tokens, (R,).
+        """Add rounds by the number of drafted tokens that each accepted, (R,).
 
         A round that accepted k - 1 tokens or more reached position k; one that accepted k or more passed it.
         """

@@ -47,10 +47,10 @@ Workers = Annotated[int, Ge(0), Le(1024)]
 
 Temperature = Annotated[float, Ge(0), Le(1e6)]
 TopP = Annotated[float, Ge(1e-9), Le(1)]
-ShareOrNone = Annotated[float, Ge(0), Le(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
 Decay = Annotated[float, Ge(0), Le(1 - 1e-9)]  # of a running mean
 Weight = Annotated[float, Ge(0), Le(1e9)]
-Amount = Annotated[float, Ge(1e-12), Le(1e18)]  # hours, GiB, tokens of a corpus
+PositiveFloat = Annotated[float, Ge(1e-12), Le(1e18)]
 
 
 # --- how they are enforced ---
@@ -72,18 +72,18 @@ def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 def near(name: str, known: Iterable[str]) -> str:
     """Ask for the known name that was meant: the nearest, or that of which a part or the initials are given."""
     initials = {each: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", each) for each in known}
-    found = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
-    found = found or get_close_matches(name, initials, 1)
-    return f"; did you mean {' or '.join(found)}?" if found else ""
+    meant = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
+    meant = meant or get_close_matches(name, initials, 1)
+    return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def refuse_unknown(options: Iterable[str], *owners: Callable[..., Any]) -> None:
     """Raise TypeError for the first option that none of some functions or classes takes, with the nearest one."""
-    known = {name: each.kind for owner in owners for name, each in signature(owner).parameters.items()}
-    taken = Parameter.VAR_KEYWORD in known.values() and len(owners) == 1
+    kinds = {name: each.kind for owner in owners for name, each in signature(owner).parameters.items()}
+    taken = Parameter.VAR_KEYWORD in kinds.values() and len(owners) == 1
     for name in () if taken else options:
-        if name not in known:
-            raise TypeError(f"{owners[0].__name__} takes no {name}{near(name, known)}")
+        if name not in kinds:
+            raise TypeError(f"{owners[0].__name__} takes no {name}{near(name, kinds)}")
 
 
 def refuse_numbers(function: Callable[..., Any], values: Mapping[str, Any]) -> None:
@@ -115,9 +115,9 @@ def describe_refusal(error: ValidationError, *name: str) -> str:
     where = ".".join([*name, *common])
     if first["type"] == "missing":
         return f"{where} is missing"
-    words = first["msg"].replace("Input should be", "it must be")
+    allowed = first["msg"].replace("Input should be", "it must be")
     value = first["input"] if first["type"].endswith("_equal") else reprlib.repr(first["input"])  # a parser's is text
-    return f"{where} is {value}; {words}"
+    return f"{where} is {value}; {allowed}"
 
 
 @cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from poss_lightning.ranges import Amount, ShareOrNone, Temperature, TopK, TopP, refuse_numbers
+from poss_lightning.ranges import Fraction, PositiveFloat, Temperature, TopK, TopP, refuse_numbers
 
 BLOCK = 128  # numbers whose maximum is taken first: two short searches are faster than one long one
 LOGIT_ROWS = 4, 64  # places whose logits are in float32 at once, on a CPU, in whose cache they stay, and elsewhere
@@ -39,8 +39,8 @@ class Sampling:
     temperature: Temperature = 0.0
     top_k: TopK = 0
     top_p: TopP = 1.0
-    min_p: ShareOrNone = 0.0
-    repetition_penalty: Amount = 1.0
+    min_p: Fraction = 0.0
+    repetition_penalty: PositiveFloat = 1.0
 
     def __post_init__(self):
         refuse_numbers(Sampling, vars(self))

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
-from poss_lightning.configs import check_options, read_config
+from poss_lightning.configs import ConfigSource, check_options, read_config
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.folder import local_folder
 from poss_lightning.evaluation import benchmark, replay
@@ -58,7 +58,7 @@ class Cell:
     choice: str
     seed: int
     folder: Path
-    layers: list[str | dict]  # what `poss fit` gets: configs, then options, in order
+    configs: list[ConfigSource]  # what `poss fit` gets: configs, then options, in order
     measure: str  # "replay" or "benchmark"
     options: dict  # of that command
 
@@ -74,15 +74,15 @@ class Cell:
     @cached_property
     def training(self) -> dict[str, Any]:
         """All options of the training."""
-        return compose(*self.layers)
+        return compose(*self.configs)
 
     def settings(self) -> dict[str, Any]:
         """Return what sweep.yaml asks for, by dotted names: options of training and measure, and digests of configs."""
         fit: dict[str, Any] = {}
-        for options in (flat(layer) for layer in self.layers if isinstance(layer, dict)):
+        for options in (flat(config) for config in self.configs if not isinstance(config, str)):
             lists = {name: fit.get(name, []) + value for name, value in options.items() if name.endswith("+")}
             fit |= options | lists
-        configs = {layer: sha256(find_config(layer)) for layer in self.layers if isinstance(layer, str)}
+        configs = {name: sha256(find_config(name)) for name in self.configs if isinstance(name, str)}
         settings = {"configs": configs, "fit": fit, self.measure: flat(self.options)}
         return json.loads(json.dumps(settings))
 
@@ -107,7 +107,7 @@ class Cell:
         facts = {"settings": self.settings(), "inputs": recorded["inputs"] | inputs, "processes": processes}
         with atomic(self.folder / CELL) as path:
             path.write_text(json.dumps(facts, indent=1) + "\n")
-        draft = fit_once(self.folder, *self.layers)
+        draft = fit_once(self.folder, *self.configs)
         MEASURES[self.measure](**self._measure_options(draft))
         work = Work(self.folder.parents[1] / UNFINISHED)
         with work.exclusive():
@@ -127,7 +127,7 @@ class Cell:
             return
         start = self._start(coming)
         is_coming = start is not None and start.parent.resolve() in coming
-        if draft := build(*self.layers, *[{"model": {"start_from": None}}] * is_coming):
+        if draft := build(*self.configs, *[{"model": {"start_from": None}}] * is_coming):
             TreePlan(options["depth"], options["nodes"], options["tree_width"], options["lookup"]).for_draft(draft)
             if store:
                 replay.check_store(store, draft)
@@ -207,8 +207,9 @@ class Sweep:
             seeds |= {name: value for name, value in (flat(common) | flat(special)).items() if name in seeds}
             files = [own.pop("config", None) or [] for own in (common, special)]
             files = [[file] if isinstance(file, str) else file for file in files]
-            layers = [*files[0], common, *files[1], special, seeds]
-            cells.append(Cell(choice, seed, experiment / f"choice={choice}" / f"seed={seed}", layers, measure, options))
+            configs = [*files[0], common, *files[1], special, seeds]
+            folder = experiment / f"choice={choice}" / f"seed={seed}"
+            cells.append(Cell(choice, seed, folder, configs, measure, options))
         return cells
 
 

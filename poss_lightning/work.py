@@ -26,7 +26,7 @@ class Work:
     """Unfinished work, kept in `folder`.
 
     Args:
-        folder: has its receipts; others' files in it stay.
+        folder: has its receipts; files that this package did not write stay.
         settings: what the result depends on; work begun with different ones is refused. None where nobody resumes it.
         out: what is being made, for messages; by default the parent of `folder`.
     """
@@ -70,7 +70,7 @@ class Work:
 
         Raises:
             ValueError: it was begun with other settings; another process is in the block, and this one should not
-                wait; or the folder has files of others.
+                wait; or the folder has only files that this package did not write.
         """
         with self._locked(wait):
             earlier = begun_with(self.folder)
@@ -84,7 +84,7 @@ class Work:
     @contextmanager
     def _locked(self, wait: bool = True) -> Iterator[None]:
         if self._is_foreign():
-            raise ValueError(f"{self.folder} has files of others, and {self.out} needs that name: rename one of them")
+            raise ValueError(f"{self.folder} has unknown files, and {self.out} needs that name: rename one of them")
         try:
             lock = self._acquire(self._lock, blocking=wait)
         except Timeout:
@@ -93,7 +93,7 @@ class Work:
             yield
 
     def clear(self) -> None:
-        """Remove it when the result is complete, but no file of others.
+        """Delete our files when the result is complete, then the folder if it is empty.
 
         Receipts go first and the mark last, so half-cleared work still refuses different settings.
         """

@@ -113,7 +113,7 @@ def test_work_removes_its_own_files_alone(tmp_path):
     (work.folder / "first.json").write_text("mine")
     work.clear()
     assert sorted(os.listdir(work.folder)) == ["first.json", "thesis.txt"]
-    with pytest.raises(ValueError, match=r"unfinished has files of others, and .* needs that name"), work.exclusive():
+    with pytest.raises(ValueError, match=r"unfinished has unknown files, and .* needs that name"), work.exclusive():
         pass
     work.clear()
     assert sorted(os.listdir(work.folder)) == ["first.json", "thesis.txt"]

@@ -87,11 +87,11 @@ def commands(monkeypatch) -> Commands:
     """Pretended trainings, which log no scalars, and the commands that ran."""
     ran, target = Commands(), tiny_target()
 
-    def pretended_fit(folder, *layers):
+    def pretended_fit(folder, *configs):
         if not (folder / "finished").exists():
             ran.record("fit", folder)
             (folder / "fit.yaml").touch()
-            tiny_draft(target, layers[-2]["model"]["allocation"]).save_pretrained(folder / "draft-last")
+            tiny_draft(target, configs[-2]["model"]["allocation"]).save_pretrained(folder / "draft-last")
             (folder / "finished").touch()
         return folder / "draft-last"
 

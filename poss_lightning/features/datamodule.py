@@ -10,7 +10,7 @@ from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
-from poss_lightning.ranges import BatchTokens, Count, Seed, ShareOrNone, Tokens, Weight, Workers, check_numbers
+from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
 from poss_lightning.target_model.placement import Parallel
 
 
@@ -53,7 +53,7 @@ class FeatureDataModule(lightning.LightningDataModule):
         chat_template_kwargs: dict[str, Any] | None = None,
         batch_tokens: BatchTokens = 4096,
         noise: Weight = 0.2,
-        validation: ShareOrNone = 0.05,
+        validation: Fraction = 0.05,
         validation_store: list[str] | str | None = None,
         test_store: list[str] | str | None = None,
         seed: Seed = 0,

@@ -64,12 +64,12 @@ def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> lis
     room: list[tuple[int, int]] = []  # free tokens of each batch, ascending
     for index in ordered:
         length = int(lengths[index])
-        place = bisect_left(room, (length, -1))
-        if place == len(room):
+        best = bisect_left(room, (length, -1))
+        if best == len(room):
             batches.append([])
             free, batch = max(batch_tokens, length), len(batches) - 1
         else:
-            free, batch = room.pop(place)
+            free, batch = room.pop(best)
         batches[batch].append(index)
         insort(room, (free - length, batch))
     return batches

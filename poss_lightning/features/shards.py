@@ -98,11 +98,11 @@ def write_shard(
             writing: Future[None] | None = None
             for batch in batches:
                 rows = read_batch(reader, batch, stored)  # while the thread writes the batch before
-                kept = set(rows["id"].to_pylist())
-                left_out += [text.id for text in batch if text.id not in kept]
+                finite_ids = set(rows["id"].to_pylist())
+                left_out += [text.id for text in batch if text.id not in finite_ids]
                 if writing:
                     writing.result()
-                writing = thread.submit(writer.write_batch, rows) if kept else None
+                writing = thread.submit(writer.write_batch, rows) if finite_ids else None
                 bar.update(sum(len(text.tokens) for text in batch))
             if writing:
                 writing.result()

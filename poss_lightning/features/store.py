@@ -164,9 +164,9 @@ def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) ->
     if difference := ours.target.difference(theirs.target):
         raise StoreError(f"{folder} and {first} are of different targets: {difference}")
     for name in ("dtype", "stored", "layers"):
-        one, other = getattr(ours, name), getattr(theirs, name)
-        if one != other:
-            raise StoreError(f"{folder} and {first} differ in {name}: {other} and {one}. Extract one of them again")
+        values = getattr(theirs, name), getattr(ours, name)
+        if values[0] != values[1]:
+            raise StoreError(f"{folder} and {first} differ in {name}: {values[0]} and {values[1]}. Extract one again")
 
 
 def _values(columns: pa.RecordBatch, row: int, name: str) -> np.ndarray:

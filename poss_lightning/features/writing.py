@@ -102,13 +102,13 @@ def write_store(
                     raise CorpusError(message)
                 logger.warning("left out %s", message)
             lengths = {text.id: len(text.tokens) for text in texts}
-            kept = lengths.keys() - left_out
+            stored_ids = lengths.keys() - left_out
             Manifest(
                 target=target.spec,
                 embed_head=_write_embed_head(folder, target),
                 shards=entries,
-                samples=len(kept),
-                tokens=sum(lengths[name] for name in kept),
+                samples=len(stored_ids),
+                tokens=sum(lengths[name] for name in stored_ids),
                 left_out=tuple(left_out),
                 **features,
             ).write(folder)

@@ -96,8 +96,9 @@ class ChunkLosses(torch.autograd.Function):
                 slopes = part.logits[1:]  # `chunk_sums` has overwritten the logits with them
                 head_gradient += slopes.flatten(0, 1).T @ inputs.flatten(0, 1).to(heads.target.dtype)
         if gradient is not None:
-            kept = None if head_gradient is None else head_gradient.mul_(largest).to(draft_head.dtype)
-            ctx.save_for_backward(gradient, kept, pass_weights)
+            if head_gradient is not None:
+                head_gradient = head_gradient.mul_(largest).to(draft_head.dtype)
+            ctx.save_for_backward(gradient, head_gradient, pass_weights)
         # The weights of terms stay on the host: to move them would wait for the device.
         weighted = torch.stack([weight * of for weight, of in zip(terms.values(), sums, strict=True)]).sum(0)
         ctx.mark_non_differentiable(weighted, sums, top_rows)

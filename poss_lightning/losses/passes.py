@@ -42,9 +42,9 @@ class LossSpec:
     chunk: int | None = None
 
     def __post_init__(self):
-        known = ("feature", *ENTROPIES, *DISTRIBUTION_TERMS)  # a script may add to these
-        if unknown := [name for name in self.terms if name not in known]:
-            raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(known)}")
+        names = ("feature", *ENTROPIES, *DISTRIBUTION_TERMS)  # a script may add to these
+        if unknown := [name for name in self.terms if name not in names]:
+            raise ValueError(f"loss has the term {unknown[0]!r}; terms are {', '.join(names)}")
         if not any(self.terms.values()) or min(self.terms.values()) < 0:
             raise ValueError(f"loss is {dict(self.terms)}: give at least one term a weight above 0, and none below")
 
@@ -146,9 +146,9 @@ def slots_of_chunk(device: str, passes: int, heads: Heads, spec: LossSpec) -> in
 def _weigh_slots(probs: Tensor, counted: Tensor, shape: torch.Size, slots: Tensor) -> Tensor:
     """Return D-PACE's weights (K, S) of slots from probs and counted (K, S), which it needs as whole rows."""
     rows = []
-    for known in (probs, counted):
-        row = known.new_zeros(len(known), shape.numel())
-        row[:, slots] = known
+    for values in (probs, counted):
+        row = values.new_zeros(len(values), shape.numel())
+        row[:, slots] = values
         rows.append(row.view(-1, *shape))
     return dpace(*rows).flatten(1)[:, slots]
 

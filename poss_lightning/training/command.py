@@ -152,9 +152,9 @@ class Training(LightningCLI):
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         if (accelerator := self.options.trainer.accelerator) in ("gpu", "cuda") and not torch.cuda.is_available():
-            places = "; see ".join(["", *files_with("trainer.accelerator", self.files)])
-            words = f"trainer.accelerator is {accelerator}, and torch finds no GPU here; it must be cpu or auto"
-            raise ValueError(f"{words}, as in trainer/cpu.yaml{places}")
+            files = "; see ".join(["", *files_with("trainer.accelerator", self.files)])
+            problem = f"trainer.accelerator is {accelerator}, and torch finds no GPU here; it must be cpu or auto"
+            raise ValueError(f"{problem}, as in trainer/cpu.yaml{files}")
         for config in (self.config, self.config_init):  # the first is written to config.yaml
             trainer = self._get(config, "trainer")
             if self.config.subcommand != "fit":  # its scalars would count as the training's, in whose folder they are
@@ -191,9 +191,9 @@ class Training(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Lightning's own defaults would unpickle a checkpoint at an address, and print a table of all digits."""
-        given = super()._prepare_subcommand_kwargs(subcommand)
-        given |= {"ckpt_path": self.options.ckpt_path, "weights_only": True}
-        return given | ({"verbose": False} if subcommand == "validate" else {})
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        arguments |= {"ckpt_path": self.options.ckpt_path, "weights_only": True}
+        return arguments | ({"verbose": False} if subcommand == "validate" else {})
 
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
@@ -223,11 +223,11 @@ def tabulate(logged: Mapping[str, Any]) -> str:
     """
     rows: dict[str, dict[str, str]] = {}
     for tag, value in sorted(logged.items(), key=lambda item: ("tau" in item[0], item[0])):
-        name, _, place = tag.rpartition("/")
-        row, column = (name, place) if place == "mean" or place.startswith("depth_") else (tag, "mean")
+        name, _, depth = tag.rpartition("/")
+        row, column = (name, depth) if depth == "mean" or depth.startswith("depth_") else (tag, "mean")
         rows.setdefault(row, {})[column] = f"{float(value):#.3g}"
     table = pd.DataFrame.from_dict(rows, orient="index").fillna("")
-    return table[sorted(table, key=lambda place: (len(place), place))].to_string()
+    return table[sorted(table, key=lambda name: (len(name), name))].to_string()
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -250,10 +250,10 @@ class _SaveConfig(SaveConfigCallback):
 def _drop_false_alarms() -> None:
     """Drop what Lightning says of itself, and warns of though it is right here."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)  # "`weights_only` was not set" at each checkpoint
-    for words in (
+    for pattern in (
         "LightningCLI's args parameter",  # here it is the command line, or made of options
         "`isinstance.treespec, LeafSpec",  # between Lightning and torch
         "The number of training batches .* is smaller than the logging",  # steps are counted across epochs
     ):
-        warnings.filterwarnings("ignore", words)
+        warnings.filterwarnings("ignore", pattern)
     warnings.filterwarnings("once", "This DataLoader will create")  # of training and validation alike

@@ -60,9 +60,9 @@ def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
     for category, charts in CHARTS.items():
         layout[category] = {}
         for chart, tag in charts.items():
-            places = {f", depth {k}": f"depth_{k}" for k in (1, depth)} | {", mean": "mean"}
-            for label, place in places.items() if tag.endswith("/") else [("", "")]:
-                layout[category][f"{chart}{label}"] = ["Multiline", [f"{tag}{place}$"]]
+            suffixes = {f", depth {k}": f"depth_{k}" for k in (1, depth)} | {", mean": "mean"}
+            for label, suffix in suffixes.items() if tag.endswith("/") else [("", "")]:
+                layout[category][f"{chart}{label}"] = ["Multiline", [f"{tag}{suffix}$"]]
     return layout
 
 

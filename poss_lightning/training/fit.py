@@ -17,7 +17,6 @@ The folder of a training, which is that of its logger, holds
 import gc
 import os
 import sys
-from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from subprocess import Popen
@@ -25,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from poss_lightning.configs import locate_configs
+from poss_lightning.configs import ConfigSource, locate_configs
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.files import atomic, find_config, remove, sha256
 from poss_lightning.training.command import Training
@@ -34,46 +33,44 @@ from poss_lightning.training.stopping import forwarded_signals
 
 OPTIONS = "fit.yaml"
 
-Layer = str | Mapping[str, Any]  # a YAML file, by path or by its name in conf/; or a mapping of options
 
-
-def fit(*layers: Layer) -> None:
-    """Train as `poss fit` does with each of the layers as a `--config`, in their order.
+def fit(*configs: ConfigSource) -> None:
+    """Train as `poss fit` does with each of these as a `--config`, in their order.
 
     Raises:
         ArgumentError: an unknown option, or a value that it does not take.
         FileExistsError: the logger's folder holds a different training.
         OSError, ValueError: from the module, the data or the trainer.
     """
-    Training("fit", command_line(*layers))
+    Training("fit", command_line(*configs))
 
 
-def command_line(*layers: Layer) -> list[str]:
-    """Return the arguments of `poss fit` for these layers; a mapping becomes YAML in the line itself."""
-    given = (
-        layer if isinstance(layer, str) else yaml.safe_dump(dict(layer), default_flow_style=True, width=inf)
-        for layer in layers
+def command_line(*configs: ConfigSource) -> list[str]:
+    """Return the arguments of `poss fit` for these configs; a mapping becomes YAML in the line itself."""
+    values = (
+        config if isinstance(config, str) else yaml.safe_dump(dict(config), default_flow_style=True, width=inf)
+        for config in configs
     )
-    return locate_configs([word for each in given for word in ("--config", each)])
+    return locate_configs([argument for value in values for argument in ("--config", value)])
 
 
-def compose(*layers: Layer) -> dict[str, Any]:
-    """All options of a training of these layers, as `poss fit --print_config` prints them. Raises as `fit` does."""
-    return Training("fit", command_line(*layers), until="parsed").printed()
+def compose(*configs: ConfigSource) -> dict[str, Any]:
+    """All options of a training with these configs, as `poss fit --print_config` prints them. Raises as `fit` does."""
+    return Training("fit", command_line(*configs), until="parsed").printed()
 
 
-def build(*layers: Layer) -> DraftConfig | None:
+def build(*configs: ConfigSource) -> DraftConfig | None:
     """Return the config of the draft that `fit` would train, after building all that it needs. Raises as `fit` does.
 
     None for online features, whose target would have to be loaded: then only the options are parsed.
     """
-    data = compose(*layers)["data"]
+    data = compose(*configs)["data"]
     if data["corpus"] and not data["store"]:
         return None
-    return Training("fit", command_line(*layers), until="built").model.draft.config
+    return Training("fit", command_line(*configs), until="built").model.draft.config
 
 
-def fit_once(folder: Path, *layers: Layer) -> Path:
+def fit_once(folder: Path, *configs: ConfigSource) -> Path:
     """Train in a folder, resume after a kill, or do nothing if it is finished; return the folder of the draft.
 
     Checkpoints are removed at the end. A training on several devices runs in a process of its own.
@@ -83,8 +80,8 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
         ValueError: it was started with other settings, or a training on several devices failed.
     """
     noted = [
-        {"config": layer, "sha256": sha256(find_config(layer))} if isinstance(layer, str) else dict(layer)
-        for layer in layers
+        {"config": config, "sha256": sha256(find_config(config))} if isinstance(config, str) else dict(config)
+        for config in configs
     ]
     settings = f"# what `poss fit` was given, in this order; config.yaml is what it comes to\n{yaml.safe_dump(noted)}"
     note, finished, last, draft = folder / OPTIONS, folder / FINISHED, folder / LAST, folder / "draft-last"
@@ -103,11 +100,11 @@ def fit_once(folder: Path, *layers: Layer) -> Path:
             with atomic(note) as path:
                 path.write_text(settings)
         more = {"name": folder.name, "trainer": {"default_root_dir": str(folder.parent)}, "ckpt_path": AUTO}
-        if compose(*layers, more)["trainer"]["devices"] == 1:
-            fit(*layers, more)
+        if compose(*configs, more)["trainer"]["devices"] == 1:
+            fit(*configs, more)
             gc.collect()  # trainer and module refer to each other, and a sweep's next training needs their memory
         else:
-            _fit_apart(command_line(*layers, more))
+            _fit_apart(command_line(*configs, more))
         if not draft.is_dir():
             raise ValueError(f"{folder} has no {draft.name}: drafts is null in the options of this training")
         finished.touch()
@@ -128,4 +125,4 @@ def _fit_apart(arguments: list[str]) -> None:
     with forwarded_signals(training):
         code = training.wait()
     if code:
-        raise ValueError(f"the training ended with exit code {code}; it says above why")
+        raise ValueError(f"the training ended with exit code {code}: see its message above")

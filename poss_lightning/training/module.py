@@ -21,7 +21,7 @@ from poss_lightning.losses.passes import DEFAULT, LossSpec, PassLosses
 from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
-from poss_lightning.ranges import Amount, Count, Decay, ShareOrNone, Weight, refuse_numbers, refuse_unknown
+from poss_lightning.ranges import Count, Decay, Fraction, PositiveFloat, Weight, refuse_numbers, refuse_unknown
 from poss_lightning.training.checks import check_precision, check_target, check_trainer
 from poss_lightning.training.optimizers import (
     NormGuard,
@@ -89,12 +89,12 @@ class DraftModule(lightning.LightningModule):
         normalise: bool = True,
         loss: dict[str, Weight] | None = None,
         slot_weights: Literal["dpace"] | None = None,
-        gamma: Amount = 1.0,
+        gamma: PositiveFloat = 1.0,
         optimizer: Literal["adamw", "muon"] = "adamw",
-        learning_rate: Amount = 3e-5,
+        learning_rate: PositiveFloat = 3e-5,
         betas: tuple[Decay, Decay] = (0.9, 0.95),
         weight_decay: Weight = 0.0,
-        warmup: ShareOrNone = 0.01,
+        warmup: Fraction = 0.01,
         mean_over: Literal["slots", "tokens"] = "slots",
         chunk: Count | None = None,
         **draft: Any,
@@ -322,9 +322,9 @@ class DraftModule(lightning.LightningModule):
         values = values.cpu()
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}
         named["mean"] = values.nanmean()
-        for place, value in named.items():
+        for suffix, value in named.items():
             if not value.isnan():
-                self.log_shared(f"{name}/{place}", value)
+                self.log_shared(f"{name}/{suffix}", value)
 
     def log_shared(self, name: str, value: Tensor, **options: Any) -> None:
         """Log a value that all processes have alike, which Lightning need not average."""

@@ -35,23 +35,23 @@ def place_training(options: Any) -> Path | None:
     trainer = options.trainer
     listed = trainer.logger if isinstance(trainer.logger, list) else [trainer.logger]
     loggers = [_tensorboard() if each in (None, True) else each for each in listed if each is not False]
-    files = [each for each in loggers if each.class_path.endswith(("TensorBoardLogger", "CSVLogger"))]
-    others = [each for each in loggers if each not in files]
-    is_new = bool(loggers) and (not files or files[0].init_args.version is None)  # each time
+    writers = [each for each in loggers if each.class_path.endswith(("TensorBoardLogger", "CSVLogger"))]
+    others = [each for each in loggers if each not in writers]
+    is_new = bool(loggers) and (not writers or writers[0].init_args.version is None)  # each time
     folder = _known_folder(options, is_new)
     options.name = None  # config.yaml has it as the logger's
-    if folder is not None or (others and not files):
-        files = files or [_tensorboard()] * bool(others)
-        trainer.logger = [*files, *others] or False
-    for each in files:
+    if folder is not None or (others and not writers):
+        writers = writers or [_tensorboard()] * bool(others)
+        trainer.logger = [*writers, *others] or False
+    for logger in writers:
         if folder is not None:
-            each.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
-        elif each.init_args.save_dir == HERE:
-            each.init_args.save_dir = trainer.default_root_dir or HERE
+            logger.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
+        elif logger.init_args.save_dir == HERE:
+            logger.init_args.save_dir = trainer.default_root_dir or HERE
     for args in (each.init_args for each in others):
-        for name, default, place in (("save_dir", HERE, folder), ("name", UNNAMED, folder and folder.name)):
-            if name in args and place is not None:
-                args[name] = str(place)
+        for name, default, value in (("save_dir", HERE, folder), ("name", UNNAMED, folder and folder.name)):
+            if name in args and value is not None:
+                args[name] = str(value)
             elif args.get(name) == default:  # of the default logger
                 del args[name]
     return folder
@@ -122,7 +122,7 @@ def only_training(folder: Path, checkpoint: str | Path | None = None) -> Iterato
         ValueError: another process trains there.
     """
     work, killed = _work(folder), was_killed_early(folder)
-    new = [place for place in (folder, *folder.parents) if not place.exists()]
+    new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     with work.exclusive(wait=False):
         try:
             if killed and has_outputs(folder) and not (folder / LAST).is_file():
@@ -132,9 +132,9 @@ def only_training(folder: Path, checkpoint: str | Path | None = None) -> Iterato
             yield
         finally:
             work.clear()
-            for place in new:
+            for parent in new:
                 with suppress(OSError):  # it is not empty
-                    place.rmdir()
+                    parent.rmdir()
 
 
 def clear(folder: Path) -> None:

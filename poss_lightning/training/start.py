@@ -46,7 +46,7 @@ def choose_vocabulary(features: Source, size: int | None, start: DraftModel | No
     return None if size is None else features.common_tokens(size)
 
 
-def inherited(start: DraftModel | None, kind: Kind) -> dict[str, Any]:
+def inherited_settings(start: DraftModel | None, kind: Kind) -> dict[str, Any]:
     """Settings without an option that a draft takes over from the one it starts from, if that has the same kind."""
     if start is None or start.config.kind != kind:
         return {}
@@ -63,7 +63,7 @@ def begin_draft(
     start = load_draft(start_from) if start_from else None
     vocabulary = choose_vocabulary(source, options.vocabulary_size, start)
     size = None if vocabulary is None else len(vocabulary)
-    config = options.config_for(source.target, vocabulary_size=size, **inherited(start, options.kind))
+    config = options.config_for(source.target, vocabulary_size=size, **inherited_settings(start, options.kind))
     check_reach(config, anchors)
     features = source.select(config.aux_layers)
     draft, full = make_draft(config, vocabulary), features.embed_head()

@@ -15,7 +15,7 @@ from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.cache import Slots
-from poss_lightning.training.start import inherited
+from poss_lightning.training.start import inherited_settings
 from tests.support.decoders import drawn, speculate
 from tests.support.tiny import tiny_draft
 from tests.support.tolerance import LAYER, close
@@ -122,7 +122,7 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypa
 def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(deep):
     config = {"block_layers": 2, "inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
     draft, start = (block_draft(deep, seed=seed, **config) for seed in (0, 7))
-    assert inherited(start, "block") == {"inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
-    assert inherited(start, "eagle3") == inherited(None, "block") == {}
+    assert inherited_settings(start, "block") == {"inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
+    assert inherited_settings(start, "eagle3") == inherited_settings(None, "block") == {}
     draft.start_from(start)
     assert all(map(torch.equal, draft.state_dict().values(), start.state_dict().values()))

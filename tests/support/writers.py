@@ -34,7 +34,7 @@ TRAINER = {
 }
 THERE = "already exists"  # said of finished work
 OTHER = f"another process writes there|{THERE}|holds a training already"  # said to a second writer
-FOREIGN = "has files of others|is not empty and holds nothing to resume|holds a training"
+FOREIGN = "has unknown files|is not empty and holds nothing to resume|holds a training"
 LAST = "run/checkpoints/last.ckpt"
 # As in conf/trainer/base.yaml, but with a checkpoint at step 3, between two validations: after a checkpoint of the same
 # step Lightning takes a validation that a kill ended for done.

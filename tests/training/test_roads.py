@@ -65,7 +65,7 @@ def trained(monkeypatch) -> list[dict]:
         return SimpleNamespace(wait=lambda: 0)
 
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    monkeypatch.setattr(roads, "fit", lambda *layers: seen.append(compose(*layers)))
+    monkeypatch.setattr(roads, "fit", lambda *configs: seen.append(compose(*configs)))
     monkeypatch.setattr(roads, "Popen", start)
     return seen
 
@@ -92,7 +92,7 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, tr
         (cell,) = own.cells(place / "experiment")
         assert cell.training == expected
         with pytest.raises(ValueError, match="has no draft-last"):
-            fit_once(cell.folder, *cell.layers)
+            fit_once(cell.folder, *cell.configs)
         cell_options = trained.pop()
         for options in (cell_options, expected):
             del options["trainer"]["logger"], options["trainer"]["default_root_dir"]
