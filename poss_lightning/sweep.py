@@ -45,7 +45,7 @@ from poss_lightning.terminal import is_user_error
 from poss_lightning.training.command import BASE
 from poss_lightning.training.fit import OPTIONS, build, compose, fit_once
 from poss_lightning.training.run_folder import FINISHED
-from poss_lightning.work import Work, differences, flat
+from poss_lightning.work import Work, check_same, flat
 
 SETTINGS = "sweep.yaml"
 MEASURES = {"replay": replay.replay, "benchmark": benchmark.benchmark}
@@ -93,16 +93,15 @@ class Cell:
         note = self.folder / CELL
         return read_json(note) if note.is_file() else {"settings": self.settings(), "inputs": {}, "processes": []}
 
-    def changed(self) -> list[str]:
-        """Return the recorded settings that differ now, as `differences` names them."""
-        return differences(self.recorded()["settings"], self.settings())
+    def check_settings(self) -> None:
+        """Raise ValueError if it was begun with other settings."""
+        check_same(self.folder, self.recorded()["settings"], self.settings())
 
     def train(self) -> None:
         """Train and measure, or resume; ValueError if it was begun with other inputs."""
-        inputs = describe_inputs(self.training, self._start(), self.options)
-        inputs, recorded = {BASE: sha256(conf(BASE))} | inputs, self.recorded()
-        if other := [name for name, digest in inputs.items() if recorded["inputs"].get(name, digest) != digest]:
-            raise ValueError(f"{self.folder} was begun with another {other[0]} than is here now: remove the folder")
+        recorded = self.recorded()
+        inputs = {BASE: sha256(conf(BASE))} | describe_inputs(self.training, self._start(), self.options)
+        check_same(self.folder, inputs | recorded["inputs"], inputs)
         processes = [*recorded["processes"], origin()]
         facts = {"settings": self.settings(), "inputs": recorded["inputs"] | inputs, "processes": processes}
         with atomic(self.folder / CELL) as path:
@@ -256,11 +255,7 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
     coming = {cell.folder.resolve() for cell in cells if not cell.is_done}
     for cell in tqdm(cells, desc="check", delay=5, leave=False):
         try:
-            if names := cell.changed():
-                raise ValueError(
-                    f"{cell.folder} was made with other settings ({'; '.join(names)}): rename the experiment or the "
-                    f"choice, or remove the folder; to copy an experiment, copy its {SETTINGS} alone"
-                )
+            cell.check_settings()
             if cell in share and not cell.is_done:
                 cell.check(coming)
         except Exception as error:

@@ -222,10 +222,10 @@ def test_a_training_of_different_settings_is_refused(experiment, tmp_path, comma
     sweep(experiment())
     other = {"choices": {"one": {"model": {"allocation": [1]}}}, "reference": None}
     with pytest.raises(
-        ValueError, match=r"one/seed=0 was made with other settings \(fit.model.allocation \[2\], now \[1\]\)"
+        ValueError, match=r"one/seed=0 was begun with other settings \(fit.model.allocation \[2\], now \[1\]\)"
     ):
         sweep(experiment(**other))
-    words = r"one/seed=0 was .*replay.store '.*', now 'nowhere'; replay.nodes 20, now None\): .*copy its "
+    words = r"one/seed=0 was .*replay.store '.*', now 'nowhere'; replay.nodes 20, now None\)"
     with pytest.raises(ValueError, match=words):
         sweep(experiment(seeds=[0, 1], replay={"store": "nowhere"}))
 
@@ -253,7 +253,7 @@ def test_a_cell_resumes_with_the_settings_that_it_was_begun_with_and_no_others(e
     commands.failing["fit one/seed=0"] = ValueError("no step")
     with pytest.raises(ValueError, match="1 of 1 trainings failed"):
         sweep(experiment(choices=ONE))
-    with pytest.raises(ValueError, match=r"one/seed=0 was made with other settings \(replay.nodes 20, now 21\)"):
+    with pytest.raises(ValueError, match=r"one/seed=0 was begun with other settings \(replay.nodes 20, now 21\)"):
         sweep(experiment(choices=ONE, replay={"store": str(stores / "dev"), "nodes": 21}))
     sweep(experiment(choices=ONE))
     assert commands == ["fit one/seed=0", "replay one/seed=0"]
@@ -284,7 +284,7 @@ def test_a_training_notes_its_inputs_and_processes(experiment, tmp_path, stores,
     note.write_text(json.dumps(json.loads(note.read_text()) | {"inputs": {store: "another"}}))
     with pytest.raises(ValueError, match="1 of 2 trainings failed: one, seed 0"):
         sweep(experiment())
-    assert f"one/seed=0 was begun with another {store} than is here now" in capsys.readouterr().out
+    assert f"one/seed=0 was begun with other settings ({store} 'another', now " in capsys.readouterr().out
 
 
 def test_a_start_must_be_finished_and_is_digested(experiment, tmp_path, commands):

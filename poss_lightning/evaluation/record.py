@@ -32,19 +32,22 @@ def record(
     Raises:
         ValueError: it was made or begun with other settings, or on another machine, or another process writes there.
     """
-    settings = {**facts["config"], "methods": facts["methods"]}
-    work = Work(folder / UNFINISHED, settings)
+    settings, process = {**facts["config"], "methods": facts["methods"]}, provenance(device)
+    place = {name: process[name] for name in ("machine", "device", "threads") if timed}
+    work = Work(folder / UNFINISHED, settings | {"process": place})
     if (folder / ROUNDS).exists():
-        _check_settings(folder, settings)
+        run = read_json(folder / RUN)  # without it nobody knows how rounds were made
+        check_same(folder, {**run["config"], "methods": run["methods"]}, settings)
         work.clear()  # the process that wrote them may have been killed before it did
     else:
         with work.exclusive(wait=False):
             unfinished = [part for part in parts if work.receipt(part) is None]
-            if unfinished:
-                resumed = len(unfinished) < len(parts)
-                write_run(folder, _note_process(folder, facts, provenance(device), resumed, timed))
-                begin()
             done = len(parts) - len(unfinished)
+            if unfinished:
+                earlier = read_json(folder / RUN) if done else {}
+                resumed = {"resumed": [*earlier.get("resumed", []), process]}
+                write_run(folder, earlier | resumed if done else facts | process)
+                begin()
             for part in tqdm(unfinished, desc="measure", unit="part", initial=done, total=len(parts)):
                 work.write_receipt(part, parts[part]())
             write_rounds(folder, [answer for part in parts for answer in work.receipt(part) or ()])
@@ -57,25 +60,3 @@ def write_run(folder: Path, facts: dict[str, Any]) -> None:
     """Write run.json."""
     with atomic(folder / RUN) as path:
         path.write_text(json.dumps(facts, indent=1) + "\n")
-
-
-def _check_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Raise ValueError where the run.json of a finished folder has another value of one of these settings."""
-    run = read_json(folder / RUN)  # without it nobody knows how rounds were made
-    check_same(folder, {**run.get("config", {}), "methods": run.get("methods")}, settings)
-
-
-def _note_process(
-    folder: Path, facts: dict[str, Any], process: dict[str, Any], resumed: bool, timed: bool
-) -> dict[str, Any]:
-    """Return the facts of run.json with this process's; ValueError for a machine whose seconds do not compare."""
-    if not resumed:
-        return facts | process
-    earlier = read_json(folder / RUN)
-    for fact in ("machine", "device", "threads") if timed else ():
-        if earlier.get(fact, process[fact]) != process[fact]:
-            raise ValueError(
-                f"{folder} was begun with {fact} {earlier[fact]!r}, here it is {process[fact]!r}; seconds of the two "
-                "do not compare: resume there, or choose another folder"
-            )
-    return earlier | {"resumed": [*earlier.get("resumed", []), process]}

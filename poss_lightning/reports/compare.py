@@ -6,7 +6,7 @@ import pandas as pd
 
 from poss_lightning.files import check_file
 from poss_lightning.reports.results import Findings, find
-from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
+from poss_lightning.reports.tables import LEGEND, all_tables, overview, reference_of, verdict
 from poss_lightning.terminal import printable
 
 COUNTS = ("prompts", "trainings")
@@ -43,23 +43,25 @@ def compare(
     if html is not None:
         from poss_lightning.reports.page import write_page  # imports matplotlib, which is slow
 
-        write_page(found, html, runs)
-    print_findings(found, all)
+        write_page(found, html, baseline, runs)
+    print_findings(found, all, baseline)
     if html is not None:
         print(f"The page: {html}")
 
 
-def print_findings(found: Findings, all: bool = False) -> None:
+def print_findings(found: Findings, all: bool = False, baseline: str = "plain") -> None:
     """Print the short table and its verdict, and with `all` every other table."""
     counts = {what: [*map(int, own)] for what, own in found.overall.groupby("measure")["value"] if what in COUNTS}
     fewest, most = min(counts["trainings"]), max(counts["trainings"])
     trainings = f", {f'{fewest} to ' * (fewest < most)}{most} trainings of each" * (most > 1)
     title = f"{found.title}: {len(counts['prompts'])} methods{trainings}, {counts['prompts'][0]} prompts"
-    print(f"\n{printable(title)}\n\n{show(overview(found))}\n")
-    corrected = "* is p < 0.05, by Holm's correction. " * bool(found.reference)
-    for text in filter(None, (verdict(found), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")):
+    print(f"\n{printable(title)}\n\n{show(overview(found.results))}\n")
+    corrected = "* is p < 0.05, by Holm's correction. " * bool(reference_of(found.results))
+    for text in filter(
+        None, (verdict(found.results, baseline), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")
+    ):
         print(textwrap.fill(_plain(text), WIDTH, break_on_hyphens=False))
-    for title, table in all_tables(found).items() if all else ():
+    for title, table in all_tables(found.results, baseline).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
 
 

@@ -5,7 +5,7 @@ prompt alone it says whether that prompt has what it measures (nan where not).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -79,6 +79,20 @@ IDENTICAL = Measure(
     "identical", "same tokens as {baseline}, %", "share", lambda sums: ratio(sums["same"], sums["prompts"]), ".0%"
 )
 MEASURES = [SPEED_UP, SPEED, TAU_MACRO, TAU_MICRO, IDENTICAL]  # in the order of the table of methods
+PROMPTS = Measure("prompts", "prompts", "tokens", lambda sums: sums["prompts"], ".0f")
+ROUNDS = Measure("rounds", "rounds", "tokens", lambda sums: sums[0], ".0f")
+TRAININGS = Measure("trainings", "trainings", "tokens", lambda sums: np.sign(sums["prompts"]), ".0f")
+SPREAD = TAU_MACRO._replace(name="sd", title="sd of a training, τ macro", form=".3f")
+TIMED = ["prefill", "draft", "verify", "commit", "round"]  # a CUDA graph is timed as one part, `round`
+
+
+def _milliseconds(part: str, sums: Sums) -> Floats:
+    seconds = sums[part] if part in TIMED else sums["seconds"] - sum(sums[each] for each in TIMED)
+    return ratio(1000 * seconds, np.where(seconds > 0, sums["tokens"], 0))  # nan where nothing was timed
+
+
+# Per new token; `rest` is the time outside the named parts.
+MILLISECONDS = [Measure(f"ms_{part}", part, "ratio", partial(_milliseconds, part), ".1f") for part in (*TIMED, "rest")]
 
 
 @cache
@@ -97,8 +111,9 @@ def sum_by_prompt(answers: pd.DataFrame, depth: int) -> pd.DataFrame:
 
     Returns:
         columns 0 to K: rounds that accepted at least k tokens, 0 counts them all; `accepted`, `tokens`, `seconds` (nan
-        where none were timed), `plain_tokens`, `plain_seconds`; `mean`, tokens per round of the prompt, 0 without a
-        round; `drafted`, 1 where it has a round; `prompts`, 1; `same`, 1 where all answers are the baseline's.
+        where none were timed) and those of `TIMED` parts, `plain_tokens`, `plain_seconds`; `mean`, tokens per round of
+        the prompt, 0 without a round; `drafted`, 1 where it has a round; `prompts`, 1; `same`, 1 where all answers are
+        the baseline's.
     """
     reach = [(accepted[:, None] >= np.arange(depth + 1)).sum(0) for accepted in answers["accepted"]]
     parts = answers[[*TRAINING, *PROMPT, "seconds", "plain_tokens", "plain_seconds"]].assign(
@@ -107,6 +122,7 @@ def sum_by_prompt(answers: pd.DataFrame, depth: int) -> pd.DataFrame:
         others=(answers["answer"] != answers["plain_answer"]).where(answers["plain_answer"].notna()),
     )
     parts[[*range(depth + 1)]] = np.array(reach, dtype=float).reshape(len(parts), depth + 1)
+    parts[TIMED] = answers[TIMED].fillna(0)
     sums = parts.groupby([*TRAINING, *PROMPT]).sum(min_count=1).astype(float)
     sums["mean"] = np.nan_to_num(ratio((sums[0] + sums["accepted"]).to_numpy(), sums[0].to_numpy()))
     sums["same"] = (sums.pop("others") == 0).where(sums["plain_tokens"].notna()).astype(float)

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from poss_lightning import plots
 from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, read_answers
 from poss_lightning.files import atomic, public_name
-from poss_lightning.reports.results import Findings
+from poss_lightning.reports.results import ALL, Findings
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
-from poss_lightning.reports.tables import LEGEND, all_tables, overview, verdict
+from poss_lightning.reports.tables import LEGEND, all_tables, compared_measures, overview, reference_of, verdict
 
 # What HTML forbids: control characters but tab and ends of lines.
 CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
@@ -34,9 +34,10 @@ BY_STEP = {"val/loss": "validation loss, all depths", "val/tau_tree": "τ in tre
 Figures = dict[str, Figure]  # by title
 
 
-def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -> None:
+def write_page(found: Findings, out: str, baseline: str = "plain", runs: list[str] | str | None = None) -> None:
     """Write the page; `runs` are folders of trainings, whose event files give drift and loss: by default a sweep's."""
-    trained = group_by_choice(read_scalars(runs or (list(found.runs) if found.is_sweep else [])))
+    results = found.results
+    trained = group_by_choice(read_scalars(runs or [name for name in found.runs if "choice=" in name]))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
     drafts = {name: facts for run in found.runs.values() for name, facts in run.get("methods", {}).items() if facts}
@@ -45,12 +46,12 @@ def write_page(found: Findings, out: str, runs: list[str] | str | None = None) -
     page = _template().render(
         title=found.title,
         circumstances=describe_runs(found.runs.values()),
-        verdict=verdict(found),
+        verdict=verdict(results, baseline),
         notes=found.notes,
-        overview=overview(found),
+        overview=overview(results),
         legend=LEGEND,
-        figures=comparison_figures(found),
-        tables=all_tables(found) | ({"How drafts are made and used": methods} if drafts else {}),
+        figures=comparison_figures(results),
+        tables=all_tables(results, baseline) | ({"How drafts are made and used": methods} if drafts else {}),
         training=training_figures(trained),
         texts=list(decoded_texts(found.answers)),
     )
@@ -76,15 +77,15 @@ def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     return [*words]
 
 
-def comparison_figures(found: Findings) -> Figures:
+def comparison_figures(results: pd.DataFrame) -> Figures:
     """Draw comparisons with the reference, and acceptance by position."""
     drawn: Figures = {}
-    overall = found.overall
-    for measure in found.compared:
+    overall = results[results["suite"] == ALL]
+    for measure in compared_measures(results):
         gains = overall[(overall["measure"] == measure.name) & (overall["against"] != "")]
         if gains["value"].notna().any():
             named = {row.method: row for row in gains.itertuples()}
-            drawn[f"{measure.compared_title} {found.reference}"] = plots.forest(named, float(measure.logs))
+            drawn[f"{measure.compared_title} {reference_of(results)}"] = plots.forest(named, float(measure.logs))
     shares: dict[str, dict[int, Any]] = {}
     for row in overall[(overall["measure"] == "pos_acc") & (overall["against"] == "")].itertuples():
         shares.setdefault(row.method, {})[row.position] = row
@@ -114,7 +115,8 @@ def last_by_depth(runs: list[Scalars], tag: str) -> dict[int, Estimate]:
 
 def decoded_texts(answers: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
-    firsts = answers.query("turn == 0 and repeat == 0").groupby("method", sort=False)
+    first = answers.query("turn == 0 and repeat == 0").sort_values("seed", kind="stable")
+    firsts = first.drop_duplicates(["method", *KEY]).groupby("method", sort=False)  # of each method's first training
     texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]).sort_index() for name, own in firsts}
     with_text = next(iter(texts.values()))["pieces"].dropna()
     for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:SHOWN_PROMPTS]:

@@ -20,12 +20,20 @@ from poss_lightning.reports.comparable import (
     Runs,
     check_drafts,
     check_targets,
-    choose_own,
     label_trainings,
-    list_methods,
     not_comparable,
 )
-from poss_lightning.reports.measures import MEASURES, SPEED, SPEED_UP, TAU_MACRO, Measure, pos_acc, sum_by_prompt
+from poss_lightning.reports.measures import (
+    MEASURES,
+    MILLISECONDS,
+    SPEED,
+    SPEED_UP,
+    TAU_MACRO,
+    TIMED,
+    Measure,
+    pos_acc,
+    sum_by_prompt,
+)
 from poss_lightning.reports.statistics import Jackknife, compare_means, mean_over
 from poss_lightning.terminal import announced
 
@@ -46,13 +54,13 @@ class Result(NamedTuple):
 
     suite: str  # "all": of all prompts
     method: str
-    measure: (
-        str  # a name in `MEASURES`, "pos_acc", "sd" (of τ macro, over trainings), "prompts", "trainings" or "rounds"
-    )
+    # A name in `MEASURES`, "pos_acc", "sd" (of τ macro, over trainings), "prompts", "trainings" or "rounds"; outside a
+    # sweep, whose choices were timed apart, also "ms_draft" and the other `MILLISECONDS` per new token.
+    measure: str
     position: int  # of a pos_acc; 0 of any other
     against: str  # the reference, where the value is the difference from it, or the ratio to it; otherwise ""
     value: float  # the mean over trainings
-    low: float = math.nan  # the ends of its 95 % interval; nan where there is none
+    low: float = math.nan  # the ends of its 95 % interval; nan without one
     high: float = math.nan
     p: float = math.nan  # of a comparison, two-sided, by Holm's correction for all methods
     detectable: float = math.nan  # of a comparison, its minimum detectable effect
@@ -60,27 +68,18 @@ class Result(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Results, and what tables and page say beside them."""
+    """Results, and what records say besides."""
 
     results: pd.DataFrame  # a row is a `Result`
-    answers: pd.DataFrame  # a row an answer of the first training of each method, named as in results
+    answers: pd.DataFrame  # from `label_trainings`, with methods named as in results
     runs: Runs  # how the rounds were made, by folder
     notes: list[str]  # what to know before methods are compared
     title: str  # what all this was read from
-    baseline: str | None
-    reference: str | None
-    is_sweep: bool
 
     @property
     def overall(self) -> pd.DataFrame:
         """The results over all suites."""
         return self.results[self.results["suite"] == ALL]
-
-    @property
-    def compared(self) -> list[Measure]:
-        """The measures of the table against the reference; a sweep's choices were timed apart, each beside plain."""
-        other = SPEED if self.is_sweep else SPEED_UP
-        return sorted((m for m in MEASURES if m.scale != "share" and m is not other), key=lambda m: m.logs)
 
 
 def results(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> pd.DataFrame:
@@ -103,107 +102,113 @@ def results(records: Paths, *, baseline: str = "plain", reference: str | None = 
 
 @announced("reading records")
 def find(records: Paths, *, baseline: str = "plain", reference: str | None = None) -> Findings:
-    """Return the results of records, and what tables and page say beside them; arguments as for `results`."""
+    """Return the results of records, and what they say besides; arguments as for `results`."""
     rounds = read_rounds(records)
     runs = read_runs(rounds)
     check_targets(runs)
     if bool(rounds["choice"].isna().any()):  # folders of a sweep tell the trainings of a choice apart
         check_drafts(runs)
-    ways = {folder: _sampling(runs.get(folder, {})) for folder in rounds["folder"].unique()}
+    rounds["sampling"] = rounds["folder"].map(lambda folder: _describe_sampling(runs.get(folder, {})))
     measured, answers = [], []
     notes: dict[str, None] = {}  # in order
-    for way in sorted({*ways.values()}):
-        chosen = [folder for folder, its_way in ways.items() if its_way == way]
-        some, its_runs = rounds[rounds["folder"].isin(chosen)], {name: runs[name] for name in chosen if name in runs}
+    for sampling, some in rounds.groupby("sampling"):
+        its_runs = {folder: run for folder, run in runs.items() if folder in {*some["folder"]}}
         trainings = label_trainings(some)
-        depths = {name: facts["depth"] for _, name, facts in list_methods(its_runs) if "depth" in facts}
+        methods = (each for run in its_runs.values() for each in run.get("methods", {}).items())
+        depths = {name: facts["depth"] for name, facts in methods if "depth" in facts}
         found = measure(trainings, baseline=baseline, reference=reference, depths=depths)
         notes |= dict.fromkeys(not_comparable(some, its_runs) + _notes(trainings, found, its_runs, reference))
-        suffix = f" {_name_way(*way)}" * (len({*ways.values()}) > 1)
-        first = _first_trainings(trainings)
+        suffix = f" {sampling[-1]}" * (rounds["sampling"].nunique() > 1)
         measured.append(found.assign(method=found["method"] + suffix))
-        answers.append(first.assign(method=first["method"] + suffix))
-    table = pd.concat(measured, ignore_index=True)
+        answers.append(trainings.assign(method=trainings["method"] + suffix))
     return Findings(
-        table,
+        pd.concat(measured, ignore_index=True),
         pd.concat(answers, ignore_index=True),
         runs,
         [*notes, *[APART] * (len(measured) > 1)],
         _name_folders(rounds["folder"].unique()),
-        baseline if SPEED_UP.name in {*table["measure"]} else None,
-        reference,
-        is_sweep=not bool(rounds["choice"].isna().all()),
     )
 
 
 def measure(
     answers: pd.DataFrame,  # from `label_trainings`
     *,
-    baseline: str | None = None,  # for `speed_up` and `identical`, where it was decoded beside every training
+    baseline: str | None = None,  # for `speed_up` and `identical`, where it was decoded with every training
     reference: str | None = None,  # the method that the others are compared with
     depths: Mapping[str, int] | None = None,  # K by method; at least the most tokens that a round accepted
 ) -> pd.DataFrame:
     """Measure every method over all prompts, then over each suite if there are several; a row is a `Result`.
 
     Raises:
-        ValueError: `reference` is not a method, or no method was decoded beside `baseline` but beside another.
+        ValueError: `reference` is not a method, or no method was decoded with `baseline` but with another.
     """
-    own = choose_own(answers)
-    names = sorted(own["method"].unique(), key=lambda name: name not in BASELINES)
+    compared = answers[answers["is_measured"]]
+    names = sorted(compared["method"].unique(), key=lambda name: name not in BASELINES)
     if reference is not None and reference not in names:
         raise ValueError(f"reference is {reference!r}; these records have the methods {', '.join(names)}")
-    beside = _beside(answers, baseline)
-    own = own.merge(beside, "left", [*CELL, *KEY])
-    plain = [*beside.columns.difference([*CELL, *KEY])]
-    own[plain] = own[plain].where(own["method"] != baseline)  # compared with itself it says nothing
-    most = own["accepted"].map(lambda accepted: accepted.max(initial=0)).groupby(own["method"]).max()
+    plain = _baseline_columns(answers, baseline)
+    compared = compared.merge(plain, "left", left_on=[*CELL, *KEY], right_index=True)
+    compared[plain.columns] = compared[plain.columns].where(
+        compared["method"] != baseline
+    )  # with itself it says nothing
+    most = compared["accepted"].map(lambda accepted: accepted.max(initial=0)).groupby(compared["method"]).max()
     depths = {name: max(int(most[name]), (depths or {}).get(name, 0)) for name in names}
-    sums = sum_by_prompt(own, max(depths.values()))
+    sums = sum_by_prompt(compared, max(depths.values()))
+    is_sweep = bool((compared["choice"] != "").any())
+    times = MILLISECONDS if not is_sweep and sums[TIMED].to_numpy().any() else []
+    speed = SPEED_UP if is_sweep else SPEED  # a sweep's choices were timed apart, each with plain decoding
     suites, rows = sums.index.unique("suite"), []
     for suite in [ALL, *suites] if len(suites) > 1 else [ALL]:
         some = sums if suite == ALL else sums.xs(suite, level="suite", drop_level=False)
         by_seed = {name: dict([*some.loc[name].groupby(level="seed")]) for name in names}
-        rows += _measure_suite(suite, by_seed, depths, reference)
+        rows += _count(suite, by_seed)
+        for each in (*MEASURES, *times, *map(pos_acc, range(1, max(depths.values()) + 1))):
+            found = {name: _jackknives(each, own, depths[name]) for name, own in by_seed.items()}
+            is_compared = each not in (*MILLISECONDS, SPEED, SPEED_UP) or each is speed
+            rows += _measure_methods(suite, each, found, reference if is_compared else None)
     return pd.DataFrame(rows)
 
 
-def _beside(answers: pd.DataFrame, baseline: str | None) -> pd.DataFrame:
-    """Return tokens, seconds and answers of the baseline by training and answer; none if it is not beside all."""
+def _baseline_columns(answers: pd.DataFrame, baseline: str | None) -> pd.DataFrame:
+    """Return tokens, seconds and answers of the baseline by training and answer; none if one training lacks it."""
     plain = answers[answers["method"] == baseline]
     if len(plain[CELL].drop_duplicates()) < len(answers[CELL].drop_duplicates()):
-        known = sorted({*answers["method"]} & {*BASELINES})
-        if baseline and known and not len(plain):
-            raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(known)}")
+        others = sorted({*answers["method"]} & {*BASELINES})
+        if baseline and others and not len(plain):
+            raise ValueError(f"baseline is {baseline!r}; these records have {', '.join(others)}")
         plain = plain[:0]
-    names = {"new_tokens": "plain_tokens", "seconds": "plain_seconds", "answer": "plain_answer"}
-    return plain[[*CELL, *KEY, *names]].rename(columns=names)
+    plain = plain.set_index([*CELL, *KEY])[["new_tokens", "seconds", "answer"]]
+    return plain.set_axis(["plain_tokens", "plain_seconds", "plain_answer"], axis=1)
 
 
-def _measure_suite(
-    suite: str, trainings: Mapping[str, Mapping[int, pd.DataFrame]], depths: Mapping[str, int], reference: str | None
-) -> Iterator[Result]:
-    """Yield the results of a suite from sums by method, then by seed."""
+def _count(suite: str, trainings: Mapping[str, Mapping[int, pd.DataFrame]]) -> Iterator[Result]:
+    """Yield the numbers of prompts, trainings and rounds, from sums by method, then by seed."""
     for name, by_seed in trainings.items():
         prompts, rounds = len(next(iter(by_seed.values()))), sum(own[0].sum() for own in by_seed.values())
         for what, count in (("prompts", prompts), ("trainings", len(by_seed)), ("rounds", rounds)):
             if count:
                 yield Result(suite, name, what, 0, "", float(count))
-    for measure in (*MEASURES, *map(pos_acc, range(1, max(depths.values()) + 1))):
-        found = {name: _jackknives(measure, by_seed, depths[name]) for name, by_seed in trainings.items()}
-        theirs, means = found.get(reference or "", {}), {}
-        for name, own in ((name, own) for name, own in found.items() if own):
-            estimate = measure.estimate([*own.values()])
-            yield Result(suite, name, measure.name, measure.position, "", **vars(estimate))
-            if measure is TAU_MACRO and len(own) > 1:
-                yield Result(suite, name, "sd", 0, "", np.std([one.values[0] for one in own.values()], ddof=1))
-            is_compared = name != reference and (reference in BASELINES or name not in BASELINES)
-            if is_compared and (shared := [seed for seed in own if seed in theirs]):
-                pairs = ([each[seed] for seed in shared] for each in (own, theirs))
-                means[name] = mean_over(*pairs, logs=measure.logs)
-        for name, gain in compare_means(means, measure.logs).items():
-            numbers = (gain.value, gain.low, gain.high, gain.p, gain.detectable)
-            direction = "identical" if gain.identical else gain.direction
-            yield Result(suite, name, measure.name, measure.position, str(reference), *numbers, direction)
+
+
+def _measure_methods(
+    suite: str, measure: Measure, trainings: Mapping[str, Mapping[int, Jackknife]], reference: str | None
+) -> Iterator[Result]:
+    """Yield the values of a measure, then the comparisons with the reference; trainings by method, then by seed."""
+    base, means = trainings.get(reference or "", {}), {}
+    for name, by_seed in trainings.items():
+        if not by_seed:
+            continue
+        estimate = measure.estimate([*by_seed.values()])
+        yield Result(suite, name, measure.name, measure.position, "", **vars(estimate))
+        if measure is TAU_MACRO and len(by_seed) > 1:
+            yield Result(suite, name, "sd", 0, "", np.std([one.values[0] for one in by_seed.values()], ddof=1))
+        is_compared = name != reference and (reference in BASELINES or name not in BASELINES)
+        if is_compared and (shared := [seed for seed in by_seed if seed in base]):
+            means[name] = mean_over(*([each[seed] for seed in shared] for each in (by_seed, base)), logs=measure.logs)
+    for name, gain in compare_means(means, measure.logs).items():
+        numbers = (gain.value, gain.low, gain.high, gain.p, gain.detectable)
+        direction = "identical" if gain.identical else gain.direction
+        yield Result(suite, name, measure.name, measure.position, str(reference), *numbers, direction)
 
 
 def _jackknives(measure: Measure, by_seed: Mapping[int, pd.DataFrame], depth: int) -> dict[int, Jackknife]:
@@ -214,17 +219,9 @@ def _jackknives(measure: Measure, by_seed: Mapping[int, pd.DataFrame], depth: in
     return {seed: one for seed, one in found.items() if measure.position or np.isfinite(one.values[0])}
 
 
-def _first_trainings(answers: pd.DataFrame) -> pd.DataFrame:
-    """Return the answers of each method's first training, and of the baselines beside the first of all."""
-    own = choose_own(answers)
-    firsts = own[own["seed"] == own.groupby("method")["seed"].transform("min")]
-    beside = answers[(answers[CELL] == firsts[CELL].iloc[0]).all(axis=1) & answers["method"].isin(BASELINES)]
-    return pd.concat([beside, firsts]).drop_duplicates(["method", *KEY])
-
-
 def _notes(answers: pd.DataFrame, found: pd.DataFrame, runs: Runs, reference: str | None) -> list[str]:
     """Say what intervals are for, and what acceptance depends on."""
-    seeds = {name: {*own} for name, own in choose_own(answers).groupby("method", sort=False)["seed"]}
+    seeds = {name: {*own} for name, own in answers[answers["is_measured"]].groupby("method")["seed"]}
     notes = [SEEDS] if any(len(own) > 1 for own in seeds.values()) else [TRAINED_ONCE]
     compared = {*found.loc[found["against"] != "", "method"]}
     few = sorted(name for name in compared if len(seeds[name] & seeds[reference]) == 1)
@@ -237,20 +234,22 @@ def _notes(answers: pd.DataFrame, found: pd.DataFrame, runs: Runs, reference: st
     return notes
 
 
-def _sampling(run: dict[str, Any]) -> tuple[float, int, float]:
-    """Return temperature, top-k and top-p of a run; greedy where its run.json does not say."""
-    config = run.get("config", {})
-    temperature = config.get("temperature") or 0
-    return (temperature, config.get("top_k") or 0, config.get("top_p") or 1) if temperature else (0, 0, 1)
-
-
-def _name_way(temperature: float, top_k: int, top_p: float) -> str:
-    return f"T={temperature:g}" + f" top_k={top_k}" * (top_k > 0) + f" top_p={top_p:g}" * (top_p < 1)
+def _describe_sampling(run: dict[str, Any]) -> tuple[float, int, float, str]:
+    """Return temperature, top-k, top-p and their description; greedy where run.json does not say."""
+    stated = run.get("config", {})
+    temperature = stated.get("temperature") or 0
+    top_k, top_p = (stated.get("top_k") or 0, stated.get("top_p") or 1) if temperature else (0, 1)
+    return (
+        temperature,
+        top_k,
+        top_p,
+        f"T={temperature:g}" + f" top_k={top_k}" * (top_k > 0) + f" top_p={top_p:g}" * (top_p < 1),
+    )
 
 
 def _name_folders(folders: list[str]) -> str:
     """Return a title: the folder that holds them all, for a sweep's cells the experiment's."""
     parts = Path(os.path.commonpath([os.path.abspath(folder) for folder in folders])).parts
-    kept = next((i for i, part in enumerate(parts) if part.startswith("choice=")), len(parts))
-    named = public_name(Path(*parts[:kept]))
+    above = next((i for i, part in enumerate(parts) if part.startswith("choice=")), len(parts))
+    named = public_name(Path(*parts[:above]))
     return "records" if named == "." else named

@@ -148,7 +148,7 @@ def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run,
         run(tmp_path, repeats=1)
     there = recording.provenance(torch.device("cpu"))
     monkeypatch.setattr(recording, "provenance", lambda device: there | {"threads": 99})
-    with pytest.raises(ValueError, match=r"was begun with threads \d+, here it is 99"):
+    with pytest.raises(ValueError, match=r"was begun with other settings \(process.threads \d+, now 99\)"):
         run(tmp_path)
     monkeypatch.setattr(recording, "provenance", lambda device: there | {"git": "later"})
     run(tmp_path)

@@ -25,7 +25,7 @@ from poss_lightning.reports.scalars import (
     series_by_depth,
 )
 from poss_lightning.reports.tables import overview, verdict
-from tests.support.lab import CHOICES, write_lab, write_run
+from tests.support.lab import write_run
 from tests.support.synthetic import make_rows
 from tests.support.tolerance import close
 
@@ -33,11 +33,9 @@ EVIL = "</script><script>alert(1)</script>\x00\x7f\x9b"
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
-    """A sweep's folder, and the page over it."""
-    sweep = tmp_path_factory.mktemp("lab") / "sweep"
-    write_lab(sweep)
-    return sweep, page_of(sweep, reference="eagle")
+def page(lab, tmp_path_factory):
+    """The page over a sweep."""
+    return page_of(lab, tmp_path_factory.mktemp("page"), reference="eagle")
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +52,20 @@ def hostile(tmp_path_factory):
         "started": "2026-11-23T10:00:00+00:00",
     }
     write_run(run, records, facts)
-    return page_of(run, reference=EVIL)
+    return page_of(run, run.parent, reference=EVIL)
 
 
-def page_of(records, **options) -> str:
-    html = records.with_suffix(".html")
-    compare(str(records), html=str(html), **options)
-    return html.read_text(encoding="utf-8")
+def page_of(records, folder, **options) -> str:
+    compare(str(records), html=str(folder / "page.html"), **options)
+    return (folder / "page.html").read_text(encoding="utf-8")
 
 
-def test_a_page_is_self_contained_and_every_tag_is_closed(lab, hostile):
-    for page in (lab[1], hostile):
-        assert not re.search(r"https?:|@import|url\((?!#)|<[^>]*(src|href)=[\"'](?!#)", page)
-        assert not re.search(r"<(script|link|img|iframe|object)\b", page)
-        assert "default-src 'none'" in page  # the browser enforces it
-        opened, closed = (Counter(re.findall(tag, page)) for tag in (r"<(\w+)\b[^>]*(?<!/)>", r"</(\w+)>"))
+def test_a_page_is_self_contained_and_every_tag_is_closed(page, hostile):
+    for html in (page, hostile):
+        assert not re.search(r"https?:|@import|url\((?!#)|<[^>]*(src|href)=[\"'](?!#)", html)
+        assert not re.search(r"<(script|link|img|iframe|object)\b", html)
+        assert "default-src 'none'" in html  # the browser enforces it
+        opened, closed = (Counter(re.findall(tag, html)) for tag in (r"<(\w+)\b[^>]*(?<!/)>", r"</(\w+)>"))
         assert opened == closed | {"meta": opened["meta"]} and closed["style"]
 
 
@@ -78,9 +75,8 @@ def test_foreign_texts_are_escaped_and_no_page_names_a_home(hostile):
     assert "SECRET" not in hostile and "target target · 2026-11-23" in hostile
 
 
-def test_the_page_shows_the_numbers_of_the_terminal_and_answers_after_their_questions(lab):
-    sweep, page = lab
-    for texts in overview(find(sweep, reference="eagle")).itertuples(index=False):
+def test_the_page_shows_the_numbers_of_the_terminal_and_answers_after_their_questions(lab, page):
+    for texts in overview(find(lab, reference="eagle").results).itertuples(index=False):
         assert all(f"<td>{escape(text)}</td>" in page for text in texts)
     for words in ("τ macro − eagle", "pos-acc by position", "cosine to the target", "validation loss", "By suite"):
         assert words in page
@@ -91,31 +87,20 @@ def test_the_page_shows_the_numbers_of_the_terminal_and_answers_after_their_ques
     assert f"eagle: {record['new_tokens']} tokens in {len(record['accepted'])} rounds" in first
 
 
-def test_seconds_measured_apart_are_not_shown_side_by_side(tmp_path):
-    for choice in CHOICES:
-        write_run(
-            tmp_path / "sweep" / f"choice={choice}" / "seed=0", make_rows(methods=("plain", choice)), {"methods": {}}
-        )
-    write_run(tmp_path / "turns", make_rows(methods=("plain", *CHOICES)), {"methods": {}})
-    pages = [page_of(tmp_path / name, reference="eagle") for name in ("sweep", "turns")]
-    assert ["Milliseconds" in page for page in pages] == [False, True]
+def test_a_benchmark_has_its_seconds_and_drafts_and_a_sweep_whose_seconds_were_measured_apart_none(run, page, tmp_path):
+    turns = page_of(run, tmp_path, reference="eagle")
+    assert "Milliseconds" in turns and "Milliseconds" not in page
+    cells = re.findall("<td>(.*)</td>", turns[turns.index("How drafts are made") :])
+    assert cells[:6] == ["eagle", "[6]", "1234567", "poss-1", "[1, 1]", ""]
 
 
 def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
     replayed = [row | {"seconds": {}, "pieces": None} for row in make_rows(methods=("eagle",))]
     write_run(tmp_path / "run", replayed, {})
     (tmp_path / "run" / "run.json").unlink()
-    page, found = page_of(tmp_path / "run"), find(tmp_path / "run")
-    assert list(overview(found).columns) == ["method", "τ"] and not verdict(found)
+    page, found = page_of(tmp_path / "run", tmp_path), find(tmp_path / "run").results
+    assert list(overview(found).columns) == ["method", "τ"] and not verdict(found, "plain")
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training"))
-
-
-def test_a_table_says_how_drafts_are_made_and_used(tmp_path):
-    facts = {"plain": {}, "eagle": {"allocation": [6], "parameters": 1_234_567}, "poss-1": {"allocation": [1, 1]}}
-    write_run(tmp_path / "run", make_rows(prompts=3), {"methods": facts})
-    page = page_of(tmp_path / "run")
-    cells = re.findall("<td>(.*)</td>", page[page.index("How drafts are made") :])
-    assert cells[:6] == ["eagle", "[6]", "1234567", "poss-1", "[1, 1]", ""]
 
 
 def test_spans_are_the_rounds_and_have_every_piece_once():
@@ -143,9 +128,6 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
     assert last == {tag: [(0, float(f"{series[-1][1]:.5g}"))] for tag, series in events.items()}
     shutil.copytree(training, cell, dirs_exist_ok=True)
     assert list(read_scalars(cell).values()) == [events]
-    write_run(tmp_path / "run", make_rows(prompts=1), {})
-    with pytest.raises(ValueError, match="nowhere, which holds no TensorBoard files"):
-        page_of(tmp_path / "run", runs=str(tmp_path / "nowhere"))
 
 
 def test_runs_are_named_without_what_their_paths_share():

@@ -9,21 +9,22 @@ import torch
 from poss_lightning import results
 from poss_lightning.evaluation.rounds import read_rounds, write_rounds
 from poss_lightning.reports.comparable import label_trainings
-from poss_lightning.reports.results import Result, measure
+from poss_lightning.reports.results import Result, find, measure
 from tests.support.lab import write_run
 from tests.support.synthetic import frame, make_cells, make_rows, over_seeds, rows_of
 from tests.support.tolerance import close
 
-RECORDS = make_rows()
+RECORDS = make_rows(prompts=2)
 
 
-def test_results_are_one_table_of_values_and_comparisons(tmp_path):
-    write_run(tmp_path, make_rows(prompts=3), {})
-    found = results(tmp_path, reference="eagle")
+def test_results_are_one_table_of_values_and_comparisons(run):
+    found = results(run, reference="eagle")
     assert tuple(found.columns) == Result._fields and {*found["suite"]} == {"all", "chat", "code"}
     values, gains = found[found["against"] == ""], found[found["against"] == "eagle"]
-    assert not values.duplicated(["suite", "method", "measure", "position"]).any()
+    for rows in (values, gains):
+        assert not rows.duplicated(["suite", "method", "measure", "position"]).any()
     assert {*gains["method"]} == {"poss-1"} and gains["p"].notna().any() and values["p"].isna().all()
+    assert {"tokens_per_second", "tau_macro"} < {*gains["measure"]} and "speed_up" not in {*gains["measure"]}
     taus = values.query("suite == 'all' and measure == 'tau_macro'").set_index("method")
     (gain,) = gains.query("suite == 'all' and measure == 'tau_macro'")["value"]
     assert close(gain, taus["value"]["poss-1"] - taus["value"]["eagle"], of=taus["value"]["eagle"])
@@ -71,32 +72,41 @@ def test_only_shared_seeds_are_paired():
     assert "tau_macro" not in over_seeds(cells).gains["poss-1"]
 
 
-@pytest.mark.parametrize(
-    ("records", "reference", "said"),
-    [
-        (RECORDS[:-1], None, r"'poss-1' and 'plain' differ in 1 answers, such as code/4 turn 1"),
-        ([*RECORDS, RECORDS[2]], None, "'eagle' answers chat/0 turn 0 repeat 0 twice"),
-        ([RECORDS[0] | {"prompt_tokens": 9}, *RECORDS[1:]], None, "prompts of different lengths at chat/0 turn 0"),
-        (RECORDS, "hass", "reference is 'hass'; these records have the methods plain, gen"),
-    ],
-)
-def test_records_that_cannot_be_compared_are_refused(records, reference, said):
-    with pytest.raises(ValueError, match=said):
-        measure(label_trainings(frame(records)), reference=reference)
-
-
-def test_trainings_that_cannot_be_compared_are_refused():
-    cells = make_cells()
+def test_records_that_cannot_be_compared_are_refused(tmp_path):
+    cells = make_cells(seeds=(0, 1))
     own = cells["eagle", 1]
-    for changed, said in (
-        ({("hass", 1): own}, "choice 'hass', seed 1: no record has this method; there are"),
-        ({("eagle", 1): own[:-8]}, r"seed 1 and .* differ in 4 answers, such"),
+    refused = [
+        ([(RECORDS[:-1],)], r"'poss-1' and 'plain' differ in 1 answers, such as code/1 turn 1"),
+        ([([*RECORDS, RECORDS[2]],)], "'eagle' answers chat/0 turn 0 repeat 0 twice"),
+        ([([RECORDS[0] | {"prompt_tokens": 9}, *RECORDS[1:]],)], "prompts of different lengths at chat/0 turn 0"),
+        ([(own, "eagle", 1), (own, "hass", 1)], "choice 'hass', seed 1: no record has this method; there are"),
+        ([(own, "eagle", 0), (own[:-8], "eagle", 1)], r"seed 1 and .* differ in 4 answers, such"),
+        ([(own,), (own, "eagle", 1)], "is not a folder choice=NAME/seed=N"),
+    ]
+    for frames, words in refused:
+        with pytest.raises(ValueError, match=words):
+            label_trainings(pd.concat([frame(*each) for each in frames]))
+    answers = label_trainings(frame(make_rows(methods=("vllm", "eagle"), prompts=1)))
+    for options, words in (
+        ({"reference": "hass"}, "reference is 'hass'; these records have the methods vllm, eagle"),
+        ({"baseline": "plain"}, "baseline is 'plain'; these records have vllm"),
     ):
-        with pytest.raises(ValueError, match=said):
-            over_seeds(cells | changed)
-    apart = pd.concat([frame(own), frame(own, "eagle", 1)])
-    with pytest.raises(ValueError, match="is not a folder choice=NAME/seed=N"):
-        label_trainings(apart)
+        with pytest.raises(ValueError, match=words):
+            measure(answers, **options)
+
+    def write(name: str, fingerprint: str | None, **draft: str) -> None:
+        config = {"temperature": float(name == "warm"), "fingerprint": fingerprint}
+        write_run(tmp_path / name, RECORDS, {"methods": {"eagle": {"depth": 6} | draft}, "config": config})
+
+    write("cut", None)
+    write("warm", "12", tree="fixed")  # older runs say neither
+    find(tmp_path)
+    write("warm", "12", tree="auto", weights="37")
+    with pytest.raises(ValueError, match=r"'eagle' of .*cut differs .*warm \(weights None and 37, tree fixed and auto"):
+        find(tmp_path)
+    write("cut", "13")
+    with pytest.raises(ValueError, match=r"cut was measured on another target than .*warm \("):
+        find(tmp_path)
 
 
 def test_replays_must_share_their_tokens(tmp_path):
