@@ -4,6 +4,7 @@ import ast
 import functools
 import re
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 from lightning.pytorch import callbacks
@@ -16,12 +17,14 @@ DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "api").glob("*.md")),
+    *sorted((ROOT / "notebooks").glob("*.md")),
 ]
 
 BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 CLASS = re.compile(r"`([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)(?:\.(\w+))?(?:\([^`\n]*)?`")  # and a member of it
 FILE = re.compile(r"`((?:[\w/]+/)?\w+\.py)`")
 PLACE = re.compile(r"((?:`[\w.]+`(?:, | and ))+)`([\w/]+\.py)`")  # names, and the file that defines them
+DOTTED = re.compile(r"\bposs_lightning(?:\.\w+)+")  # in examples too
 ELSEWHERE = {  # classes of other projects; and Python.h
     "Cache", "CustomSpecAlgo", "Eagle3LlamaForCausalLM", "EagleLlamaForCausalLM", "LightningDataModule",
     "LightningModule", "LlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle4",
@@ -80,6 +83,19 @@ def test_what_is_named_exists(document):
         if (module := PACKAGE / file).is_file():
             for name in re.findall(r"`(\w+)", names):
                 assert name in definitions(module), f"{file} has no {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_dotted_name_is_found_where_it_says(document):
+    for name in {*DOTTED.findall(document.read_text())}:
+        assert locate(name) is not None, f"{name} is nowhere"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_line_of_prose_has_at_most_120_characters(document):
+    """Tables and indented commands may be longer."""
+    for line in BLOCK.sub("", document.read_text()).splitlines():
+        assert len(line) <= 120 or line.lstrip().startswith("|") or line.startswith("    "), line
 
 
 def test_the_api_page_lists_the_names_of_the_package():
