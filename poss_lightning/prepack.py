@@ -62,9 +62,10 @@ class Steady:
         count = x.shape[:-1].numel()
         if self.fewest <= count <= MANY_ROWS:
             return self.product(x)
-        parts = x.flatten(0, -2).split(MANY_ROWS)
-        padded = [self.product(pad(part, (0, 0, 0, max(self.fewest - len(part), 0))))[: len(part)] for part in parts]
-        return torch.cat(padded).unflatten(0, x.shape[:-1])
+        rows = x.flatten(0, -2)
+        if count < self.fewest:
+            return self.product(pad(rows, (0, 0, 0, self.fewest - count)))[:count].unflatten(0, x.shape[:-1])
+        return torch.cat([self(part) for part in rows.split(MANY_ROWS)]).unflatten(0, x.shape[:-1])
 
 
 class Siblings:
