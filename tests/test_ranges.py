@@ -53,10 +53,10 @@ def test_an_unknown_name_is_refused_with_the_one_that_was_meant():
     for call, words in (
         (lambda: work(deph=3), "work takes no deph; did you mean depth?"),  # pyright: ignore[reportCallIssue]
         (
-            lambda: DraftModule("store", alocation=[2]),
-            "DraftOptions takes no alocation; did you mean allocation?",
+            lambda: DraftModule(store="store", windw=2),
+            "DraftOptions takes no windw; did you mean window?",
         ),
-        (lambda: DraftModule("store", lr=1.0), "DraftOptions takes no lr; did you mean learning_rate?"),
+        (lambda: DraftModule(store="store", lr=1.0), "DraftOptions takes no lr; did you mean learning_rate?"),
     ):
         with pytest.raises(TypeError, match=f"^{re.escape(words)}$"):
             call()

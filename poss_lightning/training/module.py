@@ -21,7 +21,16 @@ from poss_lightning.losses.passes import DEFAULT, LossSpec, PassLosses
 from poss_lightning.losses.slot_weights import draw_chains
 from poss_lightning.machine import check_kernel_tools
 from poss_lightning.metrics import UnrollAcceptance
-from poss_lightning.ranges import Count, Decay, Fraction, PositiveFloat, Weight, refuse_numbers, refuse_unknown
+from poss_lightning.ranges import (
+    Count,
+    Decay,
+    Fraction,
+    Position,
+    PositiveFloat,
+    Weight,
+    refuse_numbers,
+    refuse_unknown,
+)
 from poss_lightning.training.checks import check_precision, check_target, check_trainer
 from poss_lightning.training.optimizers import (
     NormGuard,
@@ -45,12 +54,14 @@ class DraftModule(lightning.LightningModule):
     """Trains the specialists of one allocation on a feature store.
 
     Examples:
-        >>> module = DraftModule("store", allocation=[2, 2, 2])
+        >>> module = DraftModule([2, 2, 2])
         >>> lightning.Trainer(max_epochs=1).fit(module, FeatureDataModule("store"))
         >>> module.draft.save_pretrained("draft")
 
     Args:
-        store: path of a store, or the `source` of a `FeatureDataModule`, with the target's sizes, embedding and head.
+        allocation: positions served by each specialist, e.g. [2, 2, 2]; the last also serves all that follow.
+        store: path of a store, or several, or the `source` of a `FeatureDataModule`, with the target's sizes, embedding
+            and head. None for that of the trainer's `FeatureDataModule`: then there is no draft before a trainer runs.
         anchors: maximum number of blocks per row, drawn again in each step; None for one at each slot that counts.
         start_from: draft folder, hub id or shipped draft whose layers to start from; None for random weights.
         normalise: scale the input of a draft with random weights, per dimension, to a mean square of 1. With start_from
@@ -70,7 +81,7 @@ class DraftModule(lightning.LightningModule):
         mean_over: average the loss over the "slots" that count in an optimizer step, or over all its "tokens".
         chunk: slots whose (depth + 1, chunk, V) logits exist at once; None for what 2 GiB hold on a GPU, and 128 on a
             CPU.
-        draft: options of the draft, see `DraftOptions`.
+        draft: other options of the draft, see `DraftOptions`.
 
     Attributes:
         draft: the specialists.
@@ -82,7 +93,8 @@ class DraftModule(lightning.LightningModule):
 
     def __init__(
         self,
-        store: str | list[str] | Source,
+        allocation: tuple[Position, ...] | list[Position] = (2, 2, 2),
+        store: str | list[str] | Source | None = None,
         *,
         anchors: Count | None = None,
         start_from: str | None = None,
@@ -101,18 +113,25 @@ class DraftModule(lightning.LightningModule):
     ):
         refuse_numbers(DraftModule, locals())
         refuse_unknown(draft, DraftOptions, DraftModule)
-        options = DraftOptions(**draft)
         super().__init__()
+        self.options = DraftOptions(allocation=allocation, **draft)  # pyright: ignore[reportArgumentType] a list, too
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
-        features = FeatureStore(store) if isinstance(store, str | list) else store
-        if isinstance(features, FeatureStore):  # `load_from_checkpoint` needs no more than the file
-            self.hparams["store"] = store if isinstance(store, str | list) else [str(each) for each in features.folders]
-        self.draft, self.embed_head = begin_draft(features, options, start_from, normalise, anchors)
-        config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
-        terms = dict(loss or (DEFAULT if config.predicts_feature else {"token": 1.0}))
-        self.loss = LossSpec(terms=terms, gamma=gamma, slot_weights=slot_weights, chunk=chunk)
-        self.loss.check_kind(config.predicts_feature)
         self.guard = NormGuard()
+        if store is not None:
+            self.begin(FeatureStore(store) if isinstance(store, str | list) else store)
+
+    def begin(self, source: Source) -> None:
+        """Make the draft for the target of a source; a trainer calls this where no store was given."""
+        options = self.hparams
+        if isinstance(source, FeatureStore):  # `load_from_checkpoint` needs no more than the file
+            options["store"] = [str(folder) for folder in source.folders]
+        self.draft, self.embed_head = begin_draft(
+            source, self.options, options["start_from"], options["normalise"], options["anchors"]
+        )
+        config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
+        terms = dict(options["loss"] or (DEFAULT if config.predicts_feature else {"token": 1.0}))
+        self.loss = LossSpec(terms=terms, **{name: options[name] for name in ("gamma", "slot_weights", "chunk")})
+        self.loss.check_kind(config.predicts_feature)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
         self.eval_depth = max(config.depth, sum(config.allocation))  # as deep as decoding
@@ -125,10 +144,22 @@ class DraftModule(lightning.LightningModule):
     # --- setup ---
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        """Add none; raise ValueError for what `check_trainer` refuses, before a callback has changed anything."""
+        """Add none, but make the draft if there is none, and check the trainer before a callback has changed anything.
+
+        Raises:
+            ValueError: what `check_trainer` refuses, or there is neither a store nor a `FeatureDataModule`.
+        """
+        self._begin_once()
         if self.trainer.state.fn == "fit":
             check_trainer(self.trainer, self.hparams["optimizer"])
         return []
+
+    def _begin_once(self) -> None:
+        if hasattr(self, "draft"):
+            return
+        if not isinstance(data := getattr(self._trainer, "datamodule", None), FeatureDataModule):
+            raise ValueError("store is None, and the trainer has no FeatureDataModule: give one of them")
+        self.begin(data.source)
 
     def setup(self, stage: str) -> None:
         """Cast embedding and head to the dtype of the computation.
@@ -165,7 +196,10 @@ class DraftModule(lightning.LightningModule):
         discounts = self.loss.discounts(depth, self.device)  # (K,)
         pass_weights = batch.mask.pass_weights(discounts, self.hparams["mean_over"])
         # To find the draft's top tokens takes time, and to read values waits for the device: not every step does it.
-        losses, _ = self._losses(batch, self.loss, depth, pass_weights, chains, self._logs)
+        losses, predictions = unrolled_losses(
+            self.draft, self.embed_head, batch, depth, self.loss, pass_weights, chains, self._logs
+        )
+        losses = self._add_extra(losses, predictions, batch, pass_weights)
         self.guard.ids += batch.ids
         if self._logs:
             self._log_step(batch, losses, chains)
@@ -201,6 +235,14 @@ class DraftModule(lightning.LightningModule):
             batch: pass k counts at slot t where k <= `batch.mask.passes[:, t]`.
         """
 
+    def _add_extra(
+        self, losses: PassLosses, predictions: list[Tensor], batch: Batch, pass_weights: Tensor | None = None
+    ) -> PassLosses:
+        if "extra" not in self.logged_terms:
+            return losses
+        extra = self.extra_losses(predictions, batch)
+        return losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
+
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Clip the gradient, and keep its norm for the guard."""
         if isinstance(self.trainer.strategy, DeepSpeed):  # it clips by itself
@@ -233,7 +275,9 @@ class DraftModule(lightning.LightningModule):
     # --- validation ---
 
     def validation_step(self, batch: Batch, batch_idx: int = 0) -> None:
-        losses, predictions = self._losses(batch, replace(self.loss, slot_weights=None), self.eval_depth)
+        loss = replace(self.loss, slot_weights=None)
+        losses, predictions = unrolled_losses(self.draft, self.embed_head, batch, self.eval_depth, loss)
+        losses = self._add_extra(losses, predictions, batch)
         self.val_metrics.update(losses, predictions, batch, acceptance_inputs(self.draft, batch, losses))
 
     def on_validation_start(self) -> None:
@@ -274,6 +318,7 @@ class DraftModule(lightning.LightningModule):
         checkpoint[TRAINED_ON] = encode_digests(self.draft.trained_on)
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
+        self._begin_once()
         check_same_draft(checkpoint, self.draft.config)
         self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None and self.trainer.state.fn == "fit":
@@ -282,32 +327,6 @@ class DraftModule(lightning.LightningModule):
             restore_progress(self.trainer, checkpoint)
 
     # --- shared by training and validation ---
-
-    def _losses(
-        self,
-        batch: Batch,
-        loss: LossSpec,
-        depth: int,
-        pass_weights: Tensor | None = None,
-        chains: Tensor | None = None,
-        find_top: bool = True,
-    ) -> tuple[PassLosses, list[Tensor]]:
-        """Compute losses and predictions as `unrolled_losses`, with the losses of a subclass."""
-        losses, predictions = unrolled_losses(
-            self.draft,
-            self.embed_head,
-            batch,
-            depth,
-            loss,
-            pass_weights=pass_weights,
-            chains=chains,
-            find_top=find_top,
-        )
-        if "extra" in self.logged_terms:
-            extra = self.extra_losses(predictions, batch)
-            extra = torch.zeros_like(losses.weighted) if extra is None else extra
-            losses = losses.plus(extra, pass_weights)
-        return losses, predictions
 
     def _sum_passes(self, means: Tensor) -> Tensor:
         """Return L = Σ_k γ^{k-1} L_k of means (K,)."""

@@ -22,7 +22,6 @@ def unrolled_losses(
     batch: Batch,
     depth: int,
     spec: LossSpec,
-    *,
     pass_weights: Tensor | None = None,
     chains: Tensor | None = None,
     find_top: bool = True,

@@ -246,7 +246,7 @@ def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_
     store = FeatureStore(tmp_path / "store")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
     reading, texts = load(str(folder), "ours", None, deep)[0], TargetAnswers(deep, tmp_path, FROM_STORE, 0, store, 20)
-    training = DraftModule(str(tmp_path / "store"), allocation=[3], kind="eagle3", depth=2, start_from=str(folder))
+    training = DraftModule([3], str(tmp_path / "store"), kind="eagle3", depth=2, start_from=str(folder))
     training.validation_step(collate([[sample] for sample in samples]))
     validated, counts = training.val_metrics.acceptance, unrolled(reading, texts.samples())
     assert [each.sum(0).tolist() for each in counts] == [validated.reached.tolist(), validated.passed.tolist()]

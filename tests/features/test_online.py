@@ -32,7 +32,7 @@ def both(tmp_path_factory, tiny_folder, deep_folder) -> dict[str, dict]:
 def fit(source: dict, **options) -> tuple[DraftModule, list]:
     lightning.seed_everything(0)
     data = FeatureDataModule(**source, batch_tokens=200, validation=0.2)
-    module = DraftModule(data.source, allocation=[1, 2], learning_rate=1e-3, vocabulary_size=60, **options)
+    module = DraftModule([1, 2], data.source, learning_rate=1e-3, vocabulary_size=60, **options)
     batches, transferred = [], data.on_after_batch_transfer
     data.on_after_batch_transfer = lambda *given: batches.append(transferred(*given)) or batches[-1]
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

@@ -77,7 +77,7 @@ def test_a_store_leaves_out_counts_and_names_them(tmp_path, caplog, monkeypatch,
 
 
 def fit(data: FeatureDataModule) -> DraftModule:
-    module = DraftModule(data.source, allocation=[1, 2], learning_rate=1e-3)
+    module = DraftModule([1, 2], data.source, learning_rate=1e-3)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
     trainer.fit(module, data)

@@ -8,6 +8,7 @@ from poss_lightning.draft import attention
 from poss_lightning.draft.attention import causal_block, flex_block
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.module import DraftModule
+from poss_lightning.training.unrolled import unrolled_losses
 from tests.support.resuming import Left, fit
 from tests.support.talks import EAGLE3
 from tests.support.tiny import spread, tiny_draft
@@ -86,12 +87,13 @@ def test_a_step_s_losses_and_gradients_are_those_of_the_cpu(store, device, optio
 def losses_and_gradients(store: str, device: torch.device, options: dict) -> list[Tensor]:
     """The losses of the passes (K,) of one batch, and the gradient of every parameter."""
     torch.manual_seed(0)
-    module = DraftModule(store, allocation=[1, 2], **options)
+    module = DraftModule([1, 2], store, **options)
     spread(module.draft)
     data = FeatureDataModule(store, batch_tokens=256)
     data.source = data.source.select(module.aux_layers)
     batch = data.transfer_batch_to_device(next(iter(data.train_dataloader())), device, 0)
-    losses, _ = module.to(device)._losses(batch, module.loss, 3)
+    module.to(device)
+    losses, _ = unrolled_losses(module.draft, module.embed_head, batch, 3, module.loss)
     losses.total.backward()
     return [losses.weighted, *(parameter.grad for parameter in module.draft.parameters())]
 

@@ -98,7 +98,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
             continue
         folder, steps = Path(run["folder"]), run["accumulate"] * STEPS
         source, weights = run.get("store", store), run.get("initial", initial)
-        module = DraftModule(source, **MODEL | run.get("model", {}))
+        module = DraftModule(store=source, **MODEL | run.get("model", {}))
         module.draft.load_state_dict(load_file(weights))
         trainer = lightning.Trainer(
             strategy=STRATEGIES[run["strategy"]](),

@@ -46,7 +46,7 @@ class Left(Kill):
 
 def fit(store, folder, kill=None, resume=None, every=1, model=None, **options):
     lightning.seed_everything(0)
-    module = DraftModule(store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
+    module = DraftModule(store=store, **({"allocation": [1, 2], "learning_rate": 3e-3} | (model or {})))
     kill = kill or Kill()
     keep = ModelCheckpoint(folder, save_last=True, save_top_k=0, every_n_train_steps=every)
     usual = {"accelerator": "cpu", "max_epochs": 3, "num_sanity_val_steps": 0, "gradient_clip_val": 0.5}

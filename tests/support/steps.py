@@ -24,13 +24,13 @@ Weights = dict[str, torch.Tensor]
 def write_initial(path: Path, store: str, **changes) -> None:
     """Weights to start from, spread so that every specialist matters."""
     torch.manual_seed(0)
-    draft = DraftModule(store, **MODEL | changes).draft
+    draft = DraftModule(store=store, **MODEL | changes).draft
     spread(draft)
     save_file(draft.state_dict(), path)
 
 
 def plain_steps(store: str, initial: Path, share: int, clip: float = CLIP, **changes) -> Weights:
-    module = DraftModule(store, **MODEL | changes)
+    module = DraftModule(store=store, **MODEL | changes)
     draft, depth, embed_head = module.draft, module.draft.config.depth, module.embed_head
     draft.load_state_dict(load_file(initial))
     optimizer = torch.optim.AdamW(draft.parameters(), betas=MODEL["betas"], weight_decay=MODEL["weight_decay"])

@@ -14,6 +14,7 @@ from poss_lightning.target_model.describe import spec_of
 from poss_lightning.target_model.generation import pad_right, prefill
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.module import DraftModule
+from poss_lightning.training.unrolled import unrolled_losses
 from tests.support import naive
 from tests.support.decoders import PROMPTS, plant, speculate, tokens_of
 from tests.support.families import FAMILIES, MIXED, OTHERS, SIZE, TURN, WINDOW
@@ -222,9 +223,9 @@ def test_store_and_online_have_the_target_s_own_logits_and_loss(name, tmp_path):
         some = torch.tensor([3, 50, 280])
         assert close(embed_head.restrict(some).logits(sample.features), logits[:, some], sums=3 * LAYER)
     torch.manual_seed(0)
-    module = DraftModule(str(tmp_path / "store"), allocation=[1, 2])
+    module = DraftModule([1, 2], str(tmp_path / "store"))
     batch = collate([[store[i]] for i in range(6)])
-    ours, predictions = module._losses(batch, module.loss, 3)
+    ours, predictions = unrolled_losses(module.draft, module.embed_head, batch, 3, module.loss)
     given = predictions, batch.features[:, 1:], batch.mask.passes, module.embed_head.head
     between = {"scale": module.embed_head.scale, "cap": module.embed_head.cap}
     twin = naive.pass_losses({"feature": 1.0, "token": 0.1, "topk": 1.0}, *given, **between)

@@ -53,7 +53,7 @@ def learn(train) -> Callable[..., lightning.Trainer]:
         lightning.seed_everything(0)
         options = {"allocation": [2, 2], "learning_rate": 3e-3, "warmup": 0.05} | draft
         return train(
-            DraftModule(store, **options),
+            DraftModule(store=store, **options),
             FeatureDataModule(store, batch_tokens=512, validation=0.2),
             logger=TensorBoardLogger(folder, name="", version="") if folder else False,
             max_steps=steps,

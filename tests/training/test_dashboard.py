@@ -93,7 +93,7 @@ def test_answers_too_short_for_a_round_do_not_end_a_training(store, train, tmp_p
     watch = ModelCheckpoint(tmp_path, monitor="val/tau_tree", mode="max")
     with pytest.warns(UserWarning, match="there is no val/tau_tree, as no answer is long enough"):
         trainer = train(
-            DraftModule(store, allocation=[1]),
+            DraftModule([1], store),
             max_steps=2,
             val_check_interval=1,
             enable_checkpointing=True,

@@ -95,7 +95,7 @@ def test_the_tables_have_every_callback_and_flag_of_lightning():
 def fit(store, folder, given=(), before=None, model=(), batch_tokens=512, **flags):
     """Train for two epochs; return the weights and the trainer."""
     torch.manual_seed(0)
-    module = DraftModule(store, **{"allocation": [2, 2], "learning_rate": 1e-3} | dict(model))
+    module = DraftModule(store=store, **{"allocation": [2, 2], "learning_rate": 1e-3} | dict(model))
     data = FeatureDataModule(store, batch_tokens=batch_tokens, validation_store=store, test_store=store)
     options = {"max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False, "default_root_dir": folder}
     trainer = lightning.Trainer(accelerator="cpu", callbacks=[*given], **QUIET | options | flags)
@@ -192,7 +192,7 @@ def test_a_draft_of_another_kind_is_validated_fitted_and_tested_too(make_store, 
 
 def test_data_of_a_different_target_are_refused(store, make_store):
     """Of the same sizes, whose features would go through the head of the other."""
-    module, other = DraftModule(store, allocation=[1]), FeatureDataModule(make_store(tiny_target(1)))
+    module, other = DraftModule([1], store), FeatureDataModule(make_store(tiny_target(1)))
     trainer = lightning.Trainer(accelerator="cpu", max_steps=1, **QUIET)
     for run in (trainer.fit, trainer.validate):
         with pytest.raises(ValueError, match="for a different target than the features of its data: fingerprint"):

@@ -99,7 +99,7 @@ def fit(stores, train, tmp_path):
     def run(kind: str, where: PretendedDevice | None, plugins=None, steps: int = STEPS, **changes):
         """Steps of two batches each on a device, or on the host; weights before and after, losses, waits of batches."""
         lightning.seed_everything(0, verbose=False)
-        module = DraftModule(stores[kind], **MODEL | OPTIONS[kind] | changes)
+        module = DraftModule(store=stores[kind], **MODEL | OPTIONS[kind] | changes)
         start = {name: value.clone() for name, value in module.draft.state_dict().items()}
         waits: list[list[str]] = []  # from the start of a batch to that of the next
 
@@ -175,7 +175,7 @@ def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kin
 
 
 def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
-    module = DraftModule(stores["eagle2"], allocation=[2])
+    module = DraftModule([2], stores["eagle2"])
     samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
     monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
     host = replay.replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))

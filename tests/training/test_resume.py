@@ -136,7 +136,7 @@ def test_from_every_checkpoint_every_epoch_shows_each_conversation_once(store, t
             max_epochs=2, callbacks=[see, *savers], default_root_dir=folder, accelerator="cpu", **options | QUIET
         )
         data = FeatureDataModule(store, batch_tokens=256, validation=0.2)
-        trainer.fit(Idle(store, allocation=[1]), data, ckpt_path=resume)
+        trainer.fit(Idle([1], store), data, ckpt_path=resume)
         return seen, trainer
 
     by_step = {"save_top_k": -1, "every_n_train_steps": 1, "save_on_train_epoch_end": False}

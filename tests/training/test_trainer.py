@@ -16,6 +16,7 @@ from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.module import DraftModule
+from poss_lightning.training.unrolled import unrolled_losses
 from tests.support.ranks import QUIET
 from tests.support.tiny import tiny_target
 from tests.support.tolerance import LAYER, close
@@ -40,8 +41,21 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
     assert (tmp_path / "runs/mine/draft/model.safetensors").is_file()
 
 
+def test_without_a_store_a_module_begins_with_that_of_the_data(store, train):
+    begun = []
+    for module_store in (store, None):
+        lightning.seed_everything(0)
+        module = DraftModule([1, 2], module_store)
+        train(module, FeatureDataModule(store, batch_tokens=256, validation=0.2), max_steps=1, limit_val_batches=0)
+        begun.append(module)
+    assert begun[0].hparams == begun[1].hparams and begun[1].hparams["store"] == [store]
+    assert all(map(torch.equal, *(module.draft.parameters() for module in begun)))
+    with pytest.raises(ValueError, match="store is None, and the trainer has no FeatureDataModule: give one of them"):
+        lightning.Trainer(accelerator="cpu", **QUIET).validate(DraftModule([1]), [])
+
+
 def test_a_replay_of_the_trainer_is_not_replaced(store, train):
-    module, callbacks = DraftModule(store, allocation=[1]), [Replay(answers=3)]
+    module, callbacks = DraftModule([1], store), [Replay(answers=3)]
     trainer = train(module, max_steps=1, callbacks=callbacks, limit_val_batches=2)
     trainer.validate(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert [each.answers for each in trainer.callbacks if isinstance(each, Replay)] == [3]
@@ -52,13 +66,15 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
     own = make_store(Target.load(tiny_folder, "float32"), limit=12)
     data = FeatureDataModule(store, validation=0.0, validation_store=own, test_store=own, batch_tokens=256)
     assert len(data.train) == 40 and not isinstance(data.held_out, range)
-    module = DraftModule(store, allocation=[1, 1], gamma=0.7)
+    module = DraftModule([1, 1], store, gamma=0.7)
     with pytest.warns(UserWarning, match="the draft was trained on 12 of these 12 conversations"):
         trainer = train(module, data, max_steps=1, val_check_interval=1, callbacks=[Replay(answers=1000)])
     found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val")}
     samples = FeatureStore(own)
     with torch.no_grad():
-        losses, _ = module._losses(collate([[sample] for sample in samples]), module.loss, 2)
+        losses, _ = unrolled_losses(
+            module.draft, module.embed_head, collate([[sample] for sample in samples]), 2, module.loss
+        )
     means = losses.weighted / losses.slots
     assert close(found["val/loss"], means[0] + 0.7 * means[1], sums=2 * LAYER)
     replayed = replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))
@@ -70,7 +86,7 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
 
 
 def test_what_a_trainer_cannot_do_is_refused(store, inner):
-    module = DraftModule(store, allocation=[1])
+    module = DraftModule([1], store)
     with pytest.raises(ValueError, match="nothing to test on: give a test_store"):
         lightning.Trainer(accelerator="cpu", **QUIET).test(module, FeatureDataModule(store))
     with pytest.raises(ValueError, match=r"validation is 0\.0, .* give a validation_store"):
@@ -84,7 +100,7 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
     ids: list[list[str]] = []
     sees = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, _: ids.append(batch.ids))
     for options in ({"overfit_batches": 2, "max_epochs": 2}, {"limit_train_batches": 2}):
-        train(DraftModule(store, allocation=[1]), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
+        train(DraftModule([1], store), max_steps=4, limit_val_batches=0, callbacks=[sees], **options)
     assert ids[:2] == ids[2:4] and ids[0] != ids[1]
     assert ids[4:6] != ids[6:]
 
@@ -92,8 +108,8 @@ def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
 class Own(DraftModule):
     """A loss of the features' own length, of every other batch that is trained on, and a hyperparameter."""
 
-    def __init__(self, store, strength: float = 2.0, **options):
-        super().__init__(store, **options)
+    def __init__(self, allocation, strength: float = 2.0, **options):
+        super().__init__(allocation, **options)
 
     def extra_losses(self, predictions, batch):
         if not self.training or self.global_step % 2:
@@ -107,7 +123,7 @@ class Own(DraftModule):
 def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulate):
     """The gradient of the whole step does not depend on its batches."""
     options = {"allocation": [1, 1], "gamma": 0.7}
-    own, plain = Own(store, strength=0.5, **options), DraftModule(store, **options)
+    own, plain = Own(store=store, strength=0.5, **options), DraftModule(store=store, **options)
     plain.load_state_dict(own.state_dict())
     data = FeatureDataModule(store, validation=0.2, batch_tokens=2048 // accumulate, noise=0.0)
     data.trainer = lightning.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, **QUIET)
@@ -122,14 +138,16 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
         module.log = module.log_dict = lambda *_, **__: None
         found.append(gradient(module, [module.training_step(batch) / accumulate for batch in batches]))
     slots = sum(torch.stack([(batch.mask.passes >= k).sum() for k in (1, 2)]) for batch in batches)
-    extra = [own.extra_losses(own._losses(batch, own.loss, 2)[1], batch) for batch in batches]
+    extra = [
+        own.extra_losses(unrolled_losses(own.draft, own.embed_head, batch, 2, own.loss)[1], batch) for batch in batches
+    ]
     expected = gradient(own, [(torch.tensor([1, 0.7]) / slots * each).sum() for each in extra])  # by the definition
     assert expected.norm() > 0
     assert close(found[0] - found[1], expected, sums=3 * 2 * LAYER, of=found[0].abs().max())
 
 
 def test_a_batch_without_extra_losses_has_none(store, train):
-    losses, module = [], Own(store, allocation=[1])
+    losses, module = [], Own([1], store=store)
     module.log_by_depth = lambda name, values: losses.append(values.item()) if "extra" in name else None
     train(module, max_steps=2, log_every_n_steps=1, limit_val_batches=1, val_check_interval=1)
     assert [bool(loss) for loss in losses] == [True, False, False, False]  # training, validation, training, …

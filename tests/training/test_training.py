@@ -26,6 +26,7 @@ from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint, Thro
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import DraftModule
 from poss_lightning.training.optimizers import Muon
+from poss_lightning.training.unrolled import unrolled_losses
 from tests.support import naive
 from tests.support.decoders import speculate, tokens_of
 from tests.support.ranks import QUIET
@@ -61,13 +62,13 @@ def test_precision_is_the_trainer_s_and_not_the_store_s(store, make_store, tiny_
 def test_the_loss_of_some_anchors_is_that_of_all_on_average(inner):
     """Those that are drawn carry the weights of the others."""
     lightning.seed_everything(0)
-    module = DraftModule(inner, allocation=[4], **BLOCK)
+    module = DraftModule([4], inner, **BLOCK)
     batch = batch_of(inner, (0, 20, 39), module.aux_layers)
     begins = batch.mask.passes > 0
 
     def loss(chains):
         with torch.no_grad():
-            return module._losses(batch, module.loss, 4, chains=chains)[0].weighted
+            return unrolled_losses(module.draft, module.embed_head, batch, 4, module.loss, chains=chains)[0].weighted
 
     some = torch.stack([loss(draw_chains(begins, 5, seed)) for seed in range(300)])
     error = some.std(0) / 300**0.5
@@ -123,10 +124,10 @@ def test_it_learns_logs_and_writes_a_draft_that_drafts_without_loss(inner, learn
 def test_an_own_head_learns_within_its_vocabulary(inner, size):
     """Where the target's most likely token is in the vocabulary, and from the target's distribution over it."""
     lightning.seed_everything(0)
-    module = DraftModule(inner, allocation=[2, 2], **EAGLE3, vocabulary_size=size)
+    module = DraftModule([2, 2], inner, **EAGLE3, vocabulary_size=size)
     batch = batch_of(inner, (5, 30), module.aux_layers)
     assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
-    losses, predictions = module._losses(batch, module.loss, 4)
+    losses, predictions = unrolled_losses(module.draft, module.embed_head, batch, 4, module.loss)
     whole = batch.mask.passes
     known = torch.arange(320) if size is None else module.draft.vocabulary
     counts = whole * torch.isin(batch.target_argmax[:, 1:], known)
@@ -141,7 +142,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
     """As SPEED keeps EAGLE-3's, whatever is common in the new store; for a different size it is chosen again."""
 
     def begin(allocation, size, **options) -> DraftModel:
-        return DraftModule(inner, allocation=allocation, **EAGLE3, vocabulary_size=size, **options).draft
+        return DraftModule(allocation, inner, **EAGLE3, vocabulary_size=size, **options).draft
 
     odd = make_draft(begin([4], 200).config, torch.arange(120, 320))
     odd.save_pretrained(tmp_path / "odd")
@@ -165,7 +166,7 @@ def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
 )
 def test_what_a_draft_cannot_have_is_refused_at_once(inner, options, words):
     with pytest.raises(ValueError, match=words):
-        DraftModule(inner, allocation=[2, 2], **options)
+        DraftModule([2, 2], inner, **options)
 
 
 def test_samples_have_only_the_layers_that_are_read(inner):
@@ -185,7 +186,7 @@ def test_a_batch_that_only_fills_up_a_step_is_not_logged(store, train):
 
     data = FeatureDataModule(store, batch_tokens=512, validation=0.2)
     options = {"max_epochs": 1, "accumulate_grad_batches": 7, "limit_val_batches": 0, "log_every_n_steps": 1}
-    module, watching = DraftModule(store, allocation=[2]), LambdaCallback(on_train_batch_end=watch)
+    module, watching = DraftModule([2], store), LambdaCallback(on_train_batch_end=watch)
     train(module, data, callbacks=[watching], **options)
     assert not logged[-1][0] and all(loss > 0 for _, loss in logged)
     assert logged[-1][1] == [loss for real, loss in logged if real][-1]
@@ -212,7 +213,7 @@ def test_a_position_without_slots_adds_nothing_to_the_loss(inner, kind):
     """Answers are shorter than the depth; or the draft's own head has none of the tokens there."""
     lightning.seed_everything(0)
     options = EAGLE3 | {"vocabulary_size": 200} if kind == "eagle3" else {}
-    module = DraftModule(inner, allocation=[2, 2], **options | {"gamma": 0.7})
+    module = DraftModule([2, 2], inner, **options | {"gamma": 0.7})
     batch = batch_of(inner, range(0, 40, 4), module.aux_layers)
     if kind == "eagle2":
         short = with_passes(batch, batch.mask.passes.clamp(max=2))
@@ -257,7 +258,7 @@ def test_throughput_counts_all_batches_between_two_logs(store, tmp_path):
 
 
 def test_the_schedule_rises_then_falls_to_nothing(store):
-    module = DraftModule(store, allocation=[2], learning_rate=1.0, warmup=0.1)
+    module = DraftModule([2], store, learning_rate=1.0, warmup=0.1)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     module.trainer = SimpleNamespace(estimated_stepping_batches=100, max_steps=-1, strategy=strategy)
     (factor,) = module.configure_optimizers()["lr_scheduler"]["scheduler"].lr_lambdas
@@ -268,11 +269,11 @@ def test_the_schedule_rises_then_falls_to_nothing(store):
 
 
 def test_a_validation_is_as_deep_as_decoding_be_it_a_single_pass(store):
-    deep = DraftModule(store, allocation=[6], depth=1)
+    deep = DraftModule([6], store, depth=1)
     assert (deep.draft.config.depth, deep.eval_depth) == (1, 6)
     data, trainer = (
         FeatureDataModule(store, batch_tokens=512, validation=0.2),
         lightning.Trainer(accelerator="cpu", **QUIET),
     )
-    (values,) = trainer.validate(DraftModule(store, allocation=[1]), data, verbose=False)
+    (values,) = trainer.validate(DraftModule([1], store), data, verbose=False)
     assert "val_drift_cosine/depth_1" in values and "val_drift_cosine/depth_2" not in values
