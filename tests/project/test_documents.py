@@ -91,7 +91,7 @@ def test_every_command_and_experiment_parses_and_names_files_that_exist(document
     for file in sweeps(text):
         experiment = Sweep.load(here / file)
         for cell in experiment.cells(here)[: len(experiment.choices)]:
-            parsed(Command(0, "poss", ["fit", *command_line(*cell.layers)]))
+            parsed(Command(0, "poss", ["fit", *command_line(*cell.configs)]))
 
 
 # --- what a document shows as output is printed ---

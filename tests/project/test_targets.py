@@ -165,6 +165,6 @@ def sweep_reads(name: str, made: set[str]) -> list[str]:
     cells = [*experiment(name).values()]
     starts = [cell.training["model"]["start_from"] for cell in cells]
     assert starts == [None] + [str(cells[0].folder / "draft-last")] * (len(cells) - 1)
-    assert all(cell.layers[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in cells)
+    assert all(cell.configs[:2] == ["trainer/zero2.yaml", "published.yaml"] for cell in cells)
     made |= {str(place) for cell in cells for place in (cell.folder, cell.folder / "draft-last")}
     return [store for cell in cells for store in (cell.training["data"]["store"], cell.options["store"])]
