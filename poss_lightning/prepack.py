@@ -1,10 +1,10 @@
 """Products with frozen weights on a CPU: faster by a layout that oneDNN makes once, and, if asked, `steady`.
 
 CPUs multiply one row, or few, in another order than many. A steady product gives a row the same bits whatever the
-number of rows beside it: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
+number of other rows: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
 
-The weight stays as it is beside its layout, which takes as much memory again: the user's model, `generate` and files
-have the weight. `linear` is the naive twin.
+The layout takes as much memory again: the user's model, `generate` and files keep the weight itself. `linear` is the
+naive twin.
 """
 
 import logging
@@ -193,10 +193,10 @@ def steadiest(
     What is multiplied cancels, so a result is the error of its sum, which shows the order of the sum.
     """
     numbers, half = torch.Generator().manual_seed(0), columns // 2
-    place = torch.randperm(2 * half, generator=numbers)
-    weight = torch.randn(rows, half, generator=numbers).to(dtype).repeat(1, 2)[:, place]
+    order = torch.randperm(2 * half, generator=numbers)
+    weight = torch.randn(rows, half, generator=numbers).to(dtype).repeat(1, 2)[:, order]
     x = torch.randn(MANY_ROWS, half, generator=numbers).to(dtype)
-    x = torch.cat([x, -x], dim=1)[:, place]
+    x = torch.cat([x, -x], dim=1)[:, order]
     weight, x = (pad(each, (0, columns % 2)).contiguous() for each in (weight, x))
     bias, fewest = torch.zeros(rows, dtype=dtype) if biased else None, {}
     with torch.no_grad():

@@ -88,7 +88,7 @@ def find_tails(ancestors: Tensor, lengths: Tensor, tail: int = TAIL) -> Tensor:
     Slots of tokens that would stand before the text are negative.
     """
     depths, numbers = ancestors.sum(-1) - 1, torch.arange(ancestors.shape[1], device=lengths.device)
-    depth_of = depths[:, None].where(ancestors, tail)  # (B or 1, n, n) of ancestors; of others, where it is cut off
+    depth_of = depths[:, None].where(ancestors, tail)  # (B or 1, n, n) of ancestors; the rest go where they are cut off
     path = torch.zeros(*depths.shape, tail + 1, dtype=torch.long, device=lengths.device)
     path.scatter_(2, depth_of, numbers.expand_as(depth_of))  # (B or 1, n, tail + 1) the node at each depth
     depth = depths[..., None] + torch.arange(1 - tail, 1, device=lengths.device)  # of these tokens; verified: negative
@@ -148,8 +148,8 @@ def attend_by_position(
     context, norm = context.reshape(-1, group, width), norm.reshape(-1, group, 1)  # (B * n * kv, g, …)
     # 2. The tails, node by node, in one softmax with the context, which has its norm as a score; in float32.
     tail_keys, tail_values = gathered.float().view(2, -1, TAIL, width).unbind()  # (B * n * kv, TAIL, d)
-    own = queries.transpose(1, 2).reshape(-1, group, width).float()  # (B * n * kv, g, d)
-    scores = torch.baddbmm(tail_mask, own, tail_keys.mT, alpha=factor)  # (B * n * kv, g, TAIL)
+    by_node = queries.transpose(1, 2).reshape(-1, group, width).float()  # (B * n * kv, g, d)
+    scores = torch.baddbmm(tail_mask, by_node, tail_keys.mT, alpha=factor)  # (B * n * kv, g, TAIL)
     weights, share = torch.cat([scores, norm], dim=2).softmax(-1).split((TAIL, 1), dim=2)
     joined = torch.baddbmm(context * share, weights, tail_values)
     return joined.view(batch, nodes, heads, width).to(queries.dtype)

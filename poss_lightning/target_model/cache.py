@@ -78,9 +78,9 @@ class SlotStore:
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows of the batch."""
-        kept = self.slots.unflatten(1, (self.batch, self.capacity))[:, rows].flatten(1, 2)
+        slots = self.slots.unflatten(1, (self.batch, self.capacity))[:, rows].flatten(1, 2)
         self.batch = len(rows)
-        self._set(kept)
+        self._set(slots)
 
 
 class Slots:
@@ -255,8 +255,8 @@ class TreeCache(Cache):
         """
         destination = torch.arange(path.shape[1], device=path.device)[None]
         moved = self.slots.flat_index(path), self.slots.flat_index(destination)
-        for each, store in self.stores.items():
-            store.move(*(index.to(each) for index in moved))
+        for device, store in self.stores.items():
+            store.move(*(index.to(device) for index in moved))
         self.slots.advance_device(counts)
 
     def select(self, rows: list[int]) -> None:
@@ -267,5 +267,5 @@ class TreeCache(Cache):
 
     def put(self, rows: list[int], other: "TreeCache") -> None:
         """Copy the keys and values of a cache that is no longer to these rows."""
-        for each, store in self.stores.items():
-            store.put(rows, other.stores[each])
+        for device, store in self.stores.items():
+            store.put(rows, other.stores[device])

@@ -41,13 +41,13 @@ def check_target(target: "Target") -> None:
     with reason("transformers itself cannot read 8 tokens with it"), target.without_defaults() as model:
         output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
         logits = model(tokens, use_cache=False).logits.to(target.device)
-    theirs = output.last_hidden_state.to(target.device)
+    expected = output.last_hidden_state.to(target.device)
     features, inner = target.text_layers(tokens, layers := tuple(range(1, target.config.num_hidden_layers)))
     if not features.isfinite().all():
         raise NotImplementedError(f"its features are not finite in {target.dtype_name}: choose a different dtype")
-    _check_near(target, features, theirs, "its features")
+    _check_near(target, features, expected, "its features")
     with reason(OWN_LOGITS):
-        ours = target.embed_head.logits(theirs)
+        ours = target.embed_head.logits(expected)
     with reason("its layers and its features differ in width"):
         states = torch.stack([state.to(target.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
     if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):

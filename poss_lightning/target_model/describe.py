@@ -128,11 +128,11 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
 def _rope_parameters(config: PreTrainedConfig) -> list[dict]:
     """Return the rotary parameters of each kind of layer, full attention's first; one entry if all are the same."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = {name: angles for name, angles in parameters.items() if isinstance(angles, dict)}  # others nobody reads
+    kinds = {name: angles for name, angles in parameters.items() if isinstance(angles, dict)}  # nobody reads the rest
     return [kinds[name] for name in sorted(kinds, key=lambda name: name != FULL)] or [parameters]
 
 
-def _context(said: int, rope: list[dict]) -> int:
+def _context(stated: int, rope: list[dict]) -> int:
     """Return how many tokens a model reads: `max_position_embeddings`, or as many as its stretched angles reach.
 
     A yarn factor stretches the original length. So do linear and llama3 factors, unless the config states the stretched
@@ -142,12 +142,12 @@ def _context(said: int, rope: list[dict]) -> int:
     of a tree would change the others', and keys in the cache would have the old ones. So a context ends at that length.
     """
     full = rope[0]
-    kind, original = full.get("rope_type", ""), full.get("original_max_position_embeddings") or said
-    stretches = {"yarn": True, "llama3": original >= said, "linear": len(rope) == 1, "proportional": len(rope) == 1}
+    kind, original = full.get("rope_type", ""), full.get("original_max_position_embeddings") or stated
+    stretches = {"yarn": True, "llama3": original >= stated, "linear": len(rope) == 1, "proportional": len(rope) == 1}
     if stretches.get(kind):
-        said = max(said, int(original * (full.get("factor") or 1)))
-    turning = [angles for angles in rope if angles.get("rope_type") == "longrope"]
-    return min([said, *(angles.get("original_max_position_embeddings", said) for angles in turning)])
+        stated = max(stated, int(original * (full.get("factor") or 1)))
+    long = [angles for angles in rope if angles.get("rope_type") == "longrope"]
+    return min([stated, *(angles.get("original_max_position_embeddings", stated) for angles in long)])
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -38,9 +38,9 @@ class OutputTracker:
     def append(self, text: int, emitted: list[int]) -> tuple[list[int], int]:
         """Count emitted tokens: those that are kept, and how many were accepted, the limit aside."""
         until = until_stop(emitted, self.stops)
-        kept = until[: self.remaining[text]]
-        self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(kept)
-        return kept, len(until) - 1
+        fitting = until[: self.remaining[text]]
+        self.remaining[text] = 0 if until[-1] in self.stops else self.remaining[text] - len(fitting)
+        return fitting, len(until) - 1
 
 
 def until_stop(tokens: list[int], stops: frozenset[int]) -> list[int]:
@@ -187,10 +187,10 @@ class PlainDecoder:
                     texts[row] = text
                 free = free[len(begun) :]
             if not waiting and not self.graphs.enabled and len(free) >= FREE * len(texts):  # they cost time: drop them
-                kept = sorted(set(range(len(texts))).difference(free))
-                self.cache.select(kept)
-                self.sampler.select(kept)
-                self.tokens, texts, free = self.tokens[kept], [texts[row] for row in kept], []
+                busy = sorted(set(range(len(texts))).difference(free))
+                self.cache.select(busy)
+                self.sampler.select(busy)
+                self.tokens, texts, free = self.tokens[busy], [texts[row] for row in busy], []
             if free:  # idle: else they would outgrow the cache
                 self.cache.slots.put(free, [0] * len(free))
             self._step(clock)

@@ -75,8 +75,8 @@ class Target(nn.Module):
         self.spans_devices = len({value.device for value in model.parameters()}) > 1
         try:
             rows = len(plain_embed_head(model)[1].weight)
-            known = {"vocab_size": rows, "fingerprint": fingerprint(model), "template": self.chat.template.digest}
-            self.spec = spec_of(model.config, name, **known)
+            identity = {"vocab_size": rows, "fingerprint": fingerprint(model), "template": self.chat.template.digest}
+            self.spec = spec_of(model.config, name, **identity)
             token_ids(
                 getattr(getattr(model, "generation_config", None), "eos_token_id", None), "its eos_token_id", rows
             )
@@ -291,15 +291,15 @@ class Target(nn.Module):
     @contextmanager
     def _kept(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
         """Collect the outputs of these layers from the forwards in the block."""
-        kept: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {}
 
         def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
-            kept[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
+            outputs[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
 
         with ExitStack() as hooks:
             for i in layers:
                 hooks.enter_context(self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)))
-            yield kept
+            yield outputs
 
     def _decoder_layers(self) -> nn.ModuleList:
         count, lists = self.config.num_hidden_layers, self.backbone.modules()

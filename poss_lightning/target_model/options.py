@@ -28,5 +28,11 @@ class TargetOptions:
 
     def load(self, exact: bool | None = None) -> Target:
         """Load the target; `exact`, and what it raises, as `Target.load`."""
-        given = self.target, self.dtype, self.device, self.parallel
-        return Target.load(*given, chat_template_kwargs=self.chat_template_kwargs, exact=exact)
+        return Target.load(
+            self.target,
+            self.dtype,
+            self.device,
+            self.parallel,
+            chat_template_kwargs=self.chat_template_kwargs,
+            exact=exact,
+        )

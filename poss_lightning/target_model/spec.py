@@ -40,10 +40,10 @@ class TargetSpec:
     def difference(self, other: "TargetSpec") -> str | None:
         """Name the first field in which two specs differ; None if they describe the same target."""
         for field, value in asdict(self).items():
-            theirs = getattr(other, field)
-            same = field == "name" or value == theirs or (field == "fingerprint" and same_weights(value, theirs))
+            compared = getattr(other, field)
+            same = field == "name" or value == compared or (field == "fingerprint" and same_weights(value, compared))
             if not same:
-                return f"{field} {value!r} ({self.name}) against {theirs!r} ({other.name})"
+                return f"{field} {value!r} ({self.name}) against {compared!r} ({other.name})"
         return None
 
 

@@ -64,7 +64,7 @@ class TreeKernel:
 def find_paths(ancestors: Tensor) -> tuple[Tensor, Tensor]:
     """Find the depth of each node, and the node at each depth of its path: (…, n, n) -> (…, n), (…, n, n) int32."""
     nodes, depths = ancestors.shape[1], ancestors.sum(-1) - 1
-    depth_of = depths[:, None].where(ancestors, nodes)  # of ancestors; of others, where it is cut off
+    depth_of = depths[:, None].where(ancestors, nodes)  # of ancestors; the rest go where they are cut off
     numbers = torch.arange(nodes, device=ancestors.device).expand_as(depth_of)
     paths = torch.zeros(*depths.shape, nodes + 1, dtype=torch.long, device=ancestors.device)
     return depths.int(), paths.scatter_(2, depth_of, numbers)[..., :nodes].int()
@@ -168,11 +168,11 @@ def _context(
             if WINDOW > 0:
                 seen = seen & (slots[None] > position[:, None] - WINDOW)
             top, norm, total = _fold(query, key, value, seen, top, norm, total, scale)
-        place = (pair * splits + split).to(tl.int64) * n * G + rows
-        one = tl.arange(0, 16)[None]
-        tl.store(highest + place, top, mask=real)
-        tl.store(norms + place[:, None] + one, norm, mask=real[:, None] & (one == 0))
-        tl.store(sums + place[:, None] * D + d[None], total, mask=real[:, None] & wide)
+        to = (pair * splits + split).to(tl.int64) * n * G + rows
+        lane = tl.arange(0, 16)[None]
+        tl.store(highest + to, top, mask=real)
+        tl.store(norms + to[:, None] + lane, norm, mask=real[:, None] & (lane == 0))
+        tl.store(sums + to[:, None] * D + d[None], total, mask=real[:, None] & wide)
 
 
 @triton.jit
@@ -195,10 +195,10 @@ def _tail(
     # 1. What `_context` has of the split that the last tiles continue.
     last, begun = edge // SPLIT, edge % SPLIT != 0
     of_node = pair.to(tl.int64) * splits * n * G + node * G + g
-    place = of_node + last * n * G
-    top0 = tl.load(highest + place, mask=real & begun, other=float("-inf"))
-    norm0 = tl.load(norms + place[:, None] + tl.arange(0, 16)[None], mask=(real & begun)[:, None] & first, other=0.0)
-    sum0 = tl.load(sums + place[:, None] * D + d[None], mask=wide & begun, other=0.0)
+    source = of_node + last * n * G
+    top0 = tl.load(highest + source, mask=real & begun, other=float("-inf"))
+    norm0 = tl.load(norms + source[:, None] + tl.arange(0, 16)[None], mask=(real & begun)[:, None] & first, other=0.0)
+    sum0 = tl.load(sums + source[:, None] * D + d[None], mask=wide & begun, other=0.0)
     # 2. The last tiles; the second may begin a split of its own.
     for tile in tl.static_range(2):
         positions = edge + tile * TILE + tl.arange(0, TILE)
