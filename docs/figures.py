@@ -29,7 +29,7 @@ from PIL import Image
 
 from poss_lightning import plots
 from poss_lightning.draft.attention import Packing, attend
-from poss_lightning.evaluation.tree_view import Guesses, guesses_of, most_likely_nodes
+from poss_lightning.evaluation.tree_view import DraftedTree, drafted_tree, most_likely_nodes
 from poss_lightning.files import atomic
 from poss_lightning.plots import INK, QUIET
 from poss_lightning.reports.page import last_by_depth
@@ -73,26 +73,26 @@ def drift() -> Figure:
 
 def tree() -> Figure:
     """Draw one round of the example answer: drafted tokens, the accepted path, and the bonus token."""
-    guesses = _rounds()[ROUND]
-    shown = sorted(most_likely_nodes(guesses, NODES))
-    places = _places(guesses, shown)
+    tree = _rounds()[ROUND]
+    shown = sorted(most_likely_nodes(tree, NODES))
+    places = _places(tree, shown)
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     for node in shown:
         x, y = places[node]
-        accepted = node in guesses.path
+        accepted = node in tree.path
         if node:
-            _edge(axes, places[guesses.parents[node]], (x, y), ACCEPTED if accepted else "#c9c9c9", accepted)
-        below = "root" if not node else f"{100 * math.exp(guesses.scores[node]):.0f} %"
-        _token(axes, (x, y), guesses.tokens[node], below, ACCEPTED if accepted else QUIET)
-    if guesses.bonus is not None:
-        last = places[guesses.path[-1]]
-        taken = any(node and guesses.parents[node] == guesses.path[-1] for node in shown)
+            _edge(axes, places[tree.parents[node]], (x, y), ACCEPTED if accepted else "#c9c9c9", accepted)
+        below = "root" if not node else f"{100 * math.exp(tree.scores[node]):.0f} %"
+        _token(axes, (x, y), tree.tokens[node], below, ACCEPTED if accepted else QUIET)
+    if tree.bonus is not None:
+        last = places[tree.path[-1]]
+        taken = any(node and tree.parents[node] == tree.path[-1] for node in shown)
         place = (last[0] + 1, min(y for _, y in places.values()) - 1 if taken else last[1])
         _edge(axes, last, place, BONUS, True)
-        _token(axes, place, guesses.bonus, "bonus", BONUS)
-    accepted = len(guesses.path) - 1
+        _token(axes, place, tree.bonus, "bonus", BONUS)
+    accepted = len(tree.path) - 1
     axes.set_title(
-        f"One round of “{QUESTION}”: {len(guesses.tokens) - 1} tokens drafted, {len(shown) - 1} shown, "
+        f"One round of “{QUESTION}”: {len(tree.tokens) - 1} tokens drafted, {len(shown) - 1} shown, "
         f"{accepted} accepted,\n"
         f"and one more token from the target: {accepted + 1} tokens for one forward of the target",
         fontsize=10,
@@ -106,9 +106,9 @@ def answer() -> Figure:
     """Draw the whole example answer, each token in the colour of its origin."""
     rounds = _rounds()
     pieces = [(rounds[0].tokens[0], BONUS)]
-    for guesses in rounds:
-        pieces += [(guesses.tokens[node], ACCEPTED) for node in guesses.path[1:]]
-        pieces += [(guesses.bonus, BONUS)] if guesses.bonus is not None else []
+    for tree in rounds:
+        pieces += [(tree.tokens[node], ACCEPTED) for node in tree.path[1:]]
+        pieces += [(tree.bonus, BONUS)] if tree.bonus is not None else []
     figure, axes = plt.subplots(figsize=(9, 1.7))
     figure.subplots_adjust(0.01, 0.01, 0.99, 0.99)
     columns, row, column = 110, 0, 0  # a monospaced page
@@ -220,18 +220,18 @@ def data_path() -> Figure:
     return figure
 
 
-def _rounds() -> list[Guesses[str]]:
+def _rounds() -> list[DraftedTree]:
     lines = gzip.decompress((FIGURES / "rounds.jsonl.gz").read_bytes()).splitlines()
-    return [Guesses(**{name: json.loads(line)[name] for name in Guesses._fields}) for line in lines]
+    return [DraftedTree(**{name: json.loads(line)[name] for name in DraftedTree._fields}) for line in lines]
 
 
-def _places(guesses: Guesses[str], shown: Sequence[int]) -> dict[int, tuple[float, float]]:
+def _places(tree: DraftedTree, shown: Sequence[int]) -> dict[int, tuple[float, float]]:
     """(depth, row) of each node: leaves below each other, most likely first, a parent beside its most likely child."""
     places: dict[int, tuple[float, float]] = {}
     rows = iter(range(len(shown)))
 
     def put(node: int, depth: int) -> float:
-        children = sorted((n for n in shown if n and guesses.parents[n] == node), key=lambda n: -guesses.scores[n])
+        children = sorted((n for n in shown if n and tree.parents[n] == node), key=lambda n: -tree.scores[n])
         heights = [put(child, depth + 1) for child in children]
         places[node] = (depth, heights[0] if heights else -next(rows))
         return places[node][1]
@@ -270,14 +270,14 @@ def decode() -> None:
 
     target = Target.load("embedded", "float32", "cpu")
     engine = Speculative.from_draft(target, load_draft(DRAFT))
-    rounds: list[Guesses[str]] = []
+    rounds: list[DraftedTree] = []
 
     def watch(step: Progress) -> None:
         if step.tree is not None:
-            tokens, parents, scores, path, bonus = guesses_of(step, target.chat.stops)
+            tokens, parents, scores, path, bonus = drafted_tree(step, target.chat.stops)
             texts = [str(target.tokenizer.decode([token])) for token in tokens]
             last = None if bonus is None else str(target.tokenizer.decode([bonus]))
-            rounds.append(Guesses(texts, parents, [round(score, 4) for score in scores], path, last))
+            rounds.append(DraftedTree(texts, parents, [round(score, 4) for score in scores], path, last))
 
     prompt = target.chat.prompt([{"role": "user", "content": QUESTION}])
     (decoded,) = engine.decode([prompt], LIMIT, sampling=Sampling(), generator=torch.Generator(), watch=watch)

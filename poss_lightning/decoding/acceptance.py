@@ -10,9 +10,9 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)  # of -log path probability
-CLAIMED = (0.0, 0.2, 0.4, 0.7)  # chance of each looked-up token at first, by how many tokens matched
-TRUST = 6.0  # observations after which counts weigh as much as what was claimed
-MEMORY = 0.98  # weight of an observation one round later: texts change
+PRIOR = (0.0, 0.2, 0.4, 0.7)  # chance of each looked-up token at first, by how many tokens matched
+PRIOR_WEIGHT = 6.0  # observations as many as which a prior counts
+DECAY = 0.98  # weight of an observation one round later: texts change
 
 
 class Round(NamedTuple):
@@ -23,8 +23,8 @@ class Round(NamedTuple):
     verdict: Verdict
     candidates: Tree  # that its drafted nodes are the best of
     looked_up: int = 0  # nodes, the first of the continuation
-    found: Tensor | None = None  # (B,) how many tokens of a lookup matched; None without lookups
-    continued: Tensor | None = None  # (B, L) its continuation; -1 for no token
+    matched: Tensor | None = None  # (B,) tokens that matched in the lookup; None without lookups
+    continuation: Tensor | None = None  # (B, L) what it found; -1 for no token
 
     @property
     def drafted(self) -> int:
@@ -52,25 +52,25 @@ class Calibration:
     def __init__(self, device: torch.device):
         self.edges = torch.tensor(EDGES, device=device)
         middles = [0.0, *((low + high) / 2 for low, high in pairwise(EDGES)), 1.5 * EDGES[-1]]
-        self.claimed = (-torch.tensor(middles, device=device)).exp()  # by the draft itself
+        self.prior = (-torch.tensor(middles, device=device)).exp()  # what the draft itself says
         self.verified = torch.zeros(len(middles), device=device)
         self.accepted = torch.zeros_like(self.verified)
 
     def chance(self, scores: Tensor) -> Tensor:
         """Map path scores to chances of acceptance, of the same shape."""
-        table = (self.accepted + TRUST * self.claimed) / (self.verified + TRUST)
+        table = (self.accepted + PRIOR_WEIGHT * self.prior) / (self.verified + PRIOR_WEIGHT)
         return table[torch.bucketize(-scores, self.edges)]
 
     def learn(self, scores: Tensor, accepted: Tensor, weights: Tensor) -> None:
         """Nodes with path scores (B, n) were verified, and `accepted` (B, n) or not; rows count by `weights` (B,)."""
         bins = torch.bucketize(-scores, self.edges).flatten()
         weight = weights[:, None].expand_as(scores)
-        self.verified.mul_(MEMORY).scatter_add_(0, bins, weight.flatten())
-        self.accepted.mul_(MEMORY).scatter_add_(0, bins, (weight * accepted).flatten())
+        self.verified.mul_(DECAY).scatter_add_(0, bins, weight.flatten())
+        self.accepted.mul_(DECAY).scatter_add_(0, bins, (weight * accepted).flatten())
 
 
-class Worth:
-    """How many tokens each place of a continuation brings, by how many tokens matched.
+class LookupAcceptance:
+    """How many tokens each place of a continuation adds, by how many tokens matched.
 
     Args:
         count: L, tokens of a continuation.
@@ -78,15 +78,15 @@ class Worth:
     """
 
     def __init__(self, count: int, device: torch.device):
-        self.claimed = (torch.tensor(CLAIMED)[:, None] ** torch.arange(1, count + 1)).to(device)  # (NGRAM + 1, L)
-        self.tried, self.brought = torch.zeros_like(self.claimed), torch.zeros_like(self.claimed)
+        self.prior = (torch.tensor(PRIOR)[:, None] ** torch.arange(1, count + 1)).to(device)  # (NGRAM + 1, L)
+        self.attempts, self.accepted = torch.zeros_like(self.prior), torch.zeros_like(self.prior)
 
-    def brings(self) -> Tensor:
-        """Return how many tokens the first 0, 1, … L places bring: (NGRAM + 1, L + 1)."""
-        chances = (self.brought + TRUST * self.claimed) / (self.tried + TRUST)
+    def expected_tokens(self) -> Tensor:
+        """Return how many tokens the first 0, 1, … L places add: (NGRAM + 1, L + 1)."""
+        chances = (self.accepted + PRIOR_WEIGHT * self.prior) / (self.attempts + PRIOR_WEIGHT)
         return torch.nn.functional.pad(chances.cumsum(1), (1, 0))
 
-    def learn(self, found: Tensor, tried: Tensor, brought: Tensor, weights: Tensor) -> None:
-        """After a round: which of the first n places (B, n) showed whether they bring a token, and which did."""
-        for table, seen in ((self.tried, tried), (self.brought, tried & brought)):
-            table.mul_(MEMORY)[:, : seen.shape[1]].index_add_(0, found, seen * weights[:, None])
+    def learn(self, matched: Tensor, attempts: Tensor, accepted: Tensor, weights: Tensor) -> None:
+        """After a round: which of the first n places (B, n) showed whether they add a token, and which did."""
+        for table, seen in ((self.attempts, attempts), (self.accepted, attempts & accepted)):
+            table.mul_(DECAY)[:, : seen.shape[1]].index_add_(0, matched, seen * weights[:, None])

@@ -12,9 +12,7 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.sampling import Sampling
 
-Key = tuple[
-    int, int, tuple[bool, ...]
-]  # rows of the batch, doublings of the texts' length, what choosing a token takes
+Key = tuple[int, int, tuple[bool, ...]]  # rows of the batch, doublings of the texts' length, `Sampling.steps`
 
 
 class AutoPlans:
@@ -33,22 +31,22 @@ class AutoPlans:
         self.planners: dict[Sampling, Planner] = {}  # as a draft is better at some temperatures
         # Of the texts in hand:
         self.planner = Planner(plan, device)
-        self.now: Costs | None = None
-        self.trials = 0  # rounds to come that draft a whole tree
-        self.settled: TreePlan | None = None  # where plans are not chosen for each round
-        self.due = True  # it must be chosen again
+        self.costs: Costs | None = None
+        self.warmup_rounds_left = 0  # that draft a whole tree
+        self.fixed_plan: TreePlan | None = None  # where plans are not chosen for each round
+        self.needs_replan = True
 
     def begin(self, sampling: Sampling, key: Key, measure: Callable[[bool], Costs], clock: Clock) -> None:
         """Begin texts: `measure` costs that are not known, or again those by which drafting does not pay."""
         self.planner = self.planners.setdefault(sampling, Planner(self.plan, self.device))
-        known = self.measured.get(key)
-        doubted = known is not None and key not in self.confirmed and self.planner.why_plain(known) is not None
-        if known is None or doubted:
+        costs = self.measured.get(key)
+        doubted = costs is not None and key not in self.confirmed and self.planner.why_plain(costs) is not None
+        if costs is None or doubted:
             with clock.excluded("measure"):
                 self.measured[key] = measure(doubted)
             self.confirmed |= {key} if doubted else set()
-        self.now, self.due = self.measured[key], True
-        self.trials = self.planner.begin(self.now)
+        self.costs, self.needs_replan = self.measured[key], True
+        self.warmup_rounds_left = self.planner.begin(self.costs)
 
     def choose(self, key: Key, matches: list[int]) -> TreePlan:
         """Choose the plan of the next round; `matches` are the tokens that matched in each row's lookup.
@@ -56,24 +54,24 @@ class AutoPlans:
         Longer texts, and fewer rows, have costs of their own where these were measured.
         """
         rows, doublings, kind = key
-        known = [own for own in self.measured if (own[0], own[2]) == (rows, kind) and own[1] <= doublings]
-        before, self.now = self.now, self.measured[max(known)] if known else self.now
-        assert self.now is not None, "no texts were begun"
+        measured = [k for k in self.measured if (k[0], k[2]) == (rows, kind) and k[1] <= doublings]
+        before, self.costs = self.costs, self.measured[max(measured)] if measured else self.costs
+        assert self.costs is not None, "no texts were begun"
         if self.each_round:
-            return self.planner.choose(self.now, matches, whole=self.trials > 0)
-        if self.trials:
+            return self.planner.choose(self.costs, matches, whole=self.warmup_rounds_left > 0)
+        if self.warmup_rounds_left:
             return self.plan
-        if self.settled is None or self.due or self.now is not before:
-            self.settled, self.due = self.planner.choose(self.now, None, kept=self.settled), False
-        return self.settled
+        if self.fixed_plan is None or self.needs_replan or self.costs is not before:
+            self.fixed_plan, self.needs_replan = self.planner.choose(self.costs, None, current=self.fixed_plan), False
+        return self.fixed_plan
 
     def learn(self, done: Round, mask: Tensor) -> None:
         """Take a round into account; `mask` (B,) is 1 for rows that count."""
-        if self.trials or self.each_round:
-            self.planner.learn(done, mask, whole=self.trials > 0)
-        self.trials = max(self.trials - 1, 0)
+        if self.warmup_rounds_left or self.each_round:
+            self.planner.learn(done, mask, whole=self.warmup_rounds_left > 0)
+        self.warmup_rounds_left = max(self.warmup_rounds_left - 1, 0)
 
     @property
     def why_plain(self) -> str | None:
         """Why the last texts were not drafted any more, in a line; None where they were."""
-        return None if self.now is None else self.planner.why_plain(self.now)
+        return None if self.costs is None else self.planner.why_plain(self.costs)

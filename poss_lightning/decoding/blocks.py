@@ -37,7 +37,7 @@ class BlockDrafter(TreeDrafter):
         offsets = torch.arange(tokens.shape[1], device=tokens.device) - counts[:, None]  # (B, n) from the new lengths
         context = self.specialists.fuse(draft_input.to(self.specialists.fc.weight.dtype))  # (B, n, D)
         keys, values = self._project(context, 0, len(self.kv_weights))  # (L, B, kv heads, n, d)
-        keys = torch.stack([layer.k_norm(own) for layer, own in zip(self.specialists.stack, keys, strict=True)])
+        keys = torch.stack([layer.k_norm(k) for layer, k in zip(self.specialists.stack, keys, strict=True)])
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + offsets)
         self.store.write(slice(None), self.slots.flat_index(offsets), apply_rope(keys, rope), values)
 
@@ -60,10 +60,10 @@ class BlockDrafter(TreeDrafter):
     def block_logits(self, root: Tensor) -> Tensor:
         """Return logits of all positions of the block after the newest tokens: (B, 1) -> (B, K, V)."""
         hidden = begin_blocks(self.specialists, self.embed_head.embed(root)[:, 0])  # (B, P, D)
-        places = torch.arange(hidden.shape[1], device=hidden.device)
-        rope = self.specialists.rope_at(self.slots.lengths[:, None] + places)
-        self.slots.open(len(places))
-        whole_block = (places[:, None] >= 0).expand(-1, len(places))[None]  # (1, P, P), all True
+        index = torch.arange(hidden.shape[1], device=hidden.device)
+        rope = self.specialists.rope_at(self.slots.lengths[:, None] + index)
+        self.slots.open(len(index))
+        whole_block = index.new_ones(1, len(index), len(index), dtype=torch.bool)
         mask = self.slots.tree_mask(whole_block, self.specialists.config.window)
         for number, layer in enumerate(self.specialists.stack):
             queries = layer.queries(hidden, rope)

@@ -9,8 +9,8 @@ import torch
 from poss_lightning.machine import best_seconds
 
 MEASURED = (1, 2, 4, 8, 16, 32, 60, 128)  # sizes of trees, root included
-EACH = 10**6  # steps of a tree whose positions take one each
-ENOUGH = 3.0  # seconds after which nothing more is timed
+NO_STEP_LIMIT = 10**6  # a tree takes a step per position
+TIME_BUDGET_S = 3.0  # after which nothing more is timed
 
 
 class Costs(NamedTuple):
@@ -18,7 +18,7 @@ class Costs(NamedTuple):
 
     draft_step: float
     verify: dict[int, float]  # for n nodes per row; 1 is a step of plain decoding
-    steps: int = EACH  # of a whole tree, where they are fewer than its positions
+    steps: int = NO_STEP_LIMIT  # of a whole tree, where they are fewer than its positions
 
     def round_seconds(self, depth: Any, nodes: Any) -> Any:
         """Return the seconds of drafting to a depth and verifying so many nodes; numbers or arrays of them.
@@ -35,18 +35,19 @@ def measure(
     draft: Callable[[], object],
     steps: int,
     verify: Callable[[int], Callable[[], object]],
-    most: int,
+    max_nodes: int,
     device: torch.device,
-    known: dict[int, float],
+    timed: dict[int, float],
 ) -> Costs:
     """Time draft steps and verification here and now.
 
     Args:
         draft: drafts a tree in `steps` steps, none where only lookups propose.
         verify: n -> what verifies n nodes per row.
-        most: nodes that a round may verify.
-        known: seconds of verifying n nodes, which are not timed again.
+        max_nodes: of a round.
+        timed: seconds of verifying n nodes, which are not timed again.
     """
-    works = {n: verify(n) for n in sorted({*(n for n in MEASURED if n < most), most} - known.keys())}
-    seconds = best_seconds({0: draft} | works, device=device, enough=ENOUGH)
-    return Costs(seconds.pop(0) / max(steps, 1), known | seconds, steps)
+    sizes = {*(n for n in MEASURED if n < max_nodes), max_nodes} - timed.keys()
+    works = {n: verify(n) for n in sorted(sizes)}
+    seconds = best_seconds({0: draft} | works, device=device, enough=TIME_BUDGET_S)
+    return Costs(seconds.pop(0) / max(steps, 1), timed | seconds, steps)

@@ -176,8 +176,8 @@ class Speculative(Decoder):
             What it did; and what the host must know of it, a `HostRow` each: (B, 2 + K+1).
         """
         slots, lookup = self.cache.slots, self.lookup
-        of_lookup = [lookup.text, lookup.next, lookup.found]
-        state = [slots.lengths, self.root, self.sampler.in_text, *of_lookup, *self.drafter.state()]
+        lookup_state = [lookup.text, lookup.continuation, lookup.matched]
+        state = [slots.lengths, self.root, self.sampler.in_text, *lookup_state, *self.drafter.state()]
         key = (slots.extent_for(0), plan, self.sampler.kind)
         return self.graphs.run(key, partial(self._draft_verify_commit, plan), state, clock)
 
@@ -188,8 +188,8 @@ class Speculative(Decoder):
             noise = self._noise(depth)
             noise.first(depth + 1)  # at once: fewer kernels
             candidates = self.drafter.draft(self.root, plan, noise)  # 1. draft
-            tree = join(rerank(candidates, plan.nodes), lookup.next[:, : plan.lookup])  # 2. re-rank
-            looked_up = (lookup.found.clone(), lookup.next.clone()) if self.plan.lookup else ()
+            tree = join(rerank(candidates, plan.nodes), lookup.continuation[:, : plan.lookup])  # 2. re-rank
+            looked_up = (lookup.matched.clone(), lookup.continuation.clone()) if self.plan.lookup else ()
         with part("verify"):
             ancestors = ancestor_mask(tree.parents, depth)
             draft_input, logits = self._verify(tree, ancestors)  # 3. verify: (B, N, R), (B, N, V)
@@ -197,7 +197,7 @@ class Speculative(Decoder):
             choice = self._choose(tree, ancestors, logits, noise.first(depth + 1))
             verdict = judge(tree, ancestors, choice, depth)  # 4. judge
             self._commit(verdict, draft_input)  # 5. commit
-            host_copy = torch.cat([verdict.accepted[:, None], lookup.found[:, None], verdict.tokens], dim=1)
+            host_copy = torch.cat([verdict.accepted[:, None], lookup.matched[:, None], verdict.tokens], dim=1)
         return Round(tree, ancestors, verdict, candidates, plan.lookup, *looked_up), host_copy
 
     def _verify(self, tree: Tree, ancestors: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,15 +253,15 @@ class Speculative(Decoder):
         self.lookup.start(texts, cache.slots.capacity)
         if self.plan.lookup:
             self.lookup.look(cache.slots.lengths)
-        self.matches = dict(enumerate(self.lookup.found.tolist()))
+        self.matches = dict(enumerate(self.lookup.matched.tolist()))
         return host_copy
 
     def _drop_finished(self, outputs: OutputTracker) -> None:
         """Count only unfinished prompts; without graphs, finished rows are dropped once they are half of the batch."""
-        if (kept := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
+        if (rows := self.active.update(outputs.active, may_drop=not self.graphs.enabled)) is not None:
             for part in (self.cache, self.drafter, self.sampler, self.active, self.lookup):
-                part.select(kept)
-            self.root = self.root[kept]
+                part.select(rows)
+            self.root = self.root[rows]
 
     def _key(self) -> Key:
         doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()

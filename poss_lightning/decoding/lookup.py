@@ -26,53 +26,63 @@ class Lookup:
 
     Args:
         count: N, tokens of a continuation.
+
+    Attributes:
+        text: (B, C) tokens.
+        continuation, matched: what `find` last returned, for the next round.
     """
 
     def __init__(self, count: int):
         self.count = count
-        self.text = torch.zeros(0, 0, dtype=torch.long)  # (B, C) none, until `start`
-        self.next, self.found = self.text, self.text  # as of `find`, for the next round
+        self.text = self.continuation = self.matched = torch.zeros(0, 0, dtype=torch.long)  # none, until `start`
 
     def start(self, tokens: Tensor, capacity: int) -> None:
         """Begin with right-padded texts (B, T); each may grow to `capacity`."""
         if self.text.shape != (len(tokens), capacity):
             self.text = tokens.new_zeros(len(tokens), capacity)
-            self.next, self.found = tokens.new_zeros(len(tokens), self.count), tokens.new_zeros(len(tokens))
+            self.continuation, self.matched = tokens.new_zeros(len(tokens), self.count), tokens.new_zeros(len(tokens))
         self.text[:, : tokens.shape[1]] = tokens
 
     def append(self, tokens: Tensor, lengths: Tensor) -> None:
         """Append tokens (B, n) after the root at `lengths` (B,); those that are not emitted will be overwritten."""
-        places = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
-        self.text.scatter_(1, places.clamp(max=self.text.shape[1] - 1), tokens)
+        index = lengths[:, None] + torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        self.text.scatter_(1, index.clamp(max=self.text.shape[1] - 1), tokens)
 
     def look(self, lengths: Tensor) -> None:
-        """Keep, in place, what `find` says."""
-        for kept, new in zip((self.next, self.found), self.find(lengths), strict=True):
-            kept.copy_(new)
+        """Store, in place, what `find` returns."""
+        continuation, matched = self.find(lengths)
+        self.continuation.copy_(continuation)
+        self.matched.copy_(matched)
 
     def find(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Find continuations (B, N) of texts whose last token is at `lengths` (B,), and how many tokens matched (B,).
 
-        Among the earlier places where the most of the last NGRAM tokens match, the latest is taken. A continuation that
-        reaches the text's end repeats itself; where nothing matches, it is -1.
+        Among the earlier positions where the most of the last NGRAM tokens match, the latest is taken. A continuation
+        that reaches the text's end repeats itself; where nothing matches, it is -1.
+
+        >>> lookup = Lookup(4)
+        >>> lookup.start(torch.tensor([[7, 8, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]), capacity=6)
+        >>> lookup.find(torch.tensor([5, 5]))
+        (tensor([[ 5,  6,  7,  8],
+                [-1, -1, -1, -1]]), tensor([2, 0]))
         """
         at = torch.arange(self.text.shape[1], device=lengths.device)
-        run, found = at < lengths[:, None], torch.zeros_like(self.text)
+        run, matched = at < lengths[:, None], torch.zeros_like(self.text)
         for back in range(NGRAM):
             last = self.text.gather(1, (lengths - back).clamp(min=0)[:, None])
             run = run & (self.text.roll(back, 1) == last) & (at >= back)
-            found += run
-        place = (found * len(at) + at).max(1).indices  # the last place where nothing is found
-        found = found.gather(1, place[:, None])
-        period = (lengths - place).clamp(min=1)[:, None]
-        ahead = place[:, None] + 1 + at[: self.count] % period
-        tokens = self.text.gather(1, ahead.clamp(max=len(at) - 1)).where(found > 0, -1)
-        return tokens, found[:, 0]
+            matched += run
+        latest = (matched * len(at) + at).max(1).indices  # the last position where nothing matches
+        matched = matched.gather(1, latest[:, None])
+        period = (lengths - latest).clamp(min=1)[:, None]
+        ahead = latest[:, None] + 1 + at[: self.count] % period
+        tokens = self.text.gather(1, ahead.clamp(max=len(at) - 1)).where(matched > 0, -1)
+        return tokens, matched[:, 0]
 
     def select(self, rows: list[int]) -> None:
         """Keep only these texts."""
         if len(self.text):
-            self.text, self.next, self.found = self.text[rows], self.next[rows], self.found[rows]
+            self.text, self.continuation, self.matched = self.text[rows], self.continuation[rows], self.matched[rows]
 
 
 def join(tree: Tree, path: Tensor) -> Tree:

@@ -59,8 +59,8 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     """
     scores = tree.scores.index_fill(1, torch.zeros(1, dtype=torch.long, device=tree.scores.device), 1)  # the root first
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n)
-    kept = best.sort(dim=1).values
-    numbers = torch.arange(kept.shape[1], device=kept.device).expand_as(kept)
-    places = torch.zeros_like(tree.tokens).scatter_(1, kept, numbers)
-    parents = places.gather(1, tree.parents.gather(1, kept))
-    return Tree(tree.tokens.gather(1, kept), parents, tree.scores.gather(1, kept))
+    best = best.sort(dim=1).values
+    index = torch.arange(best.shape[1], device=best.device).expand_as(best)
+    new_index = torch.zeros_like(tree.tokens).scatter_(1, best, index)
+    parents = new_index.gather(1, tree.parents.gather(1, best))
+    return Tree(tree.tokens.gather(1, best), parents, tree.scores.gather(1, best))

@@ -37,7 +37,7 @@ def judge(tree: Tree, ancestors: Tensor, choice: Tensor, depth: int) -> Verdict:
     chosen = (tree.tokens == choice.gather(1, tree.parents)) | (nodes == 0)  # (B, N)
     depths = ancestors.sum(-1) - 1
     accepted, end = depths.where((chosen[:, None] | ~ancestors).all(-1), -1).max(-1)  # (B,)
-    # A node of the path goes to its depth, all others to a place that is cut off.
-    place = depths.where(ancestors[torch.arange(len(end), device=end.device), end], depth + 1)
-    path = end[:, None].repeat(1, depth + 2).scatter(1, place, nodes.expand_as(place))[:, :-1]
+    # A node of the path goes to its depth, all others to a column that is cut off.
+    column = depths.where(ancestors[torch.arange(len(end), device=end.device), end], depth + 1)
+    path = end[:, None].repeat(1, depth + 2).scatter(1, column, nodes.expand_as(column))[:, :-1]
     return Verdict(path, choice.gather(1, path), accepted)

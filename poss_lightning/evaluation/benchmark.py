@@ -149,8 +149,8 @@ def decode_question(
             logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
             break
         for repeat in range(repeats):
-            place, answers = f"{seed} {question.suite} {question.id} {turn} {repeat}", {}
-            own_seed = int.from_bytes(hashlib.sha256(place.encode()).digest()[:6])  # the same for all methods
+            seed_key, answers = f"{seed} {question.suite} {question.id} {turn} {repeat}", {}
+            own_seed = int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:6])  # the same for all methods
             for name in random.Random(own_seed).sample(names, len(names)):
                 generator = torch.Generator().manual_seed(own_seed)
                 (decoded,) = methods[name].decode([prompt], limit, sampling=sampling, generator=generator)

@@ -18,7 +18,7 @@ from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.evaluation.tree_view import draw, guesses_of
+from poss_lightning.evaluation.tree_view import drafted_tree, draw
 from poss_lightning.ranges import Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target_model.template import Message
@@ -120,10 +120,10 @@ def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Prog
 
     def draw_round(step: Progress) -> None:
         if step.tree is not None:
-            guesses = guesses_of(step, decoder.target.chat.stops)
-            drafted, accepted = len(guesses.tokens) - 1, len(guesses.path) - 1
+            drawn_tree = drafted_tree(step, decoder.target.chat.stops)
+            drafted, accepted = len(drawn_tree.tokens) - 1, len(drawn_tree.path) - 1
             print(f"round {next(number)}: {drafted} drafted, {accepted} accepted")
-            print(draw(guesses, lambda token: str(decoder.target.tokenizer.decode([token]))), end="\n\n")
+            print(draw(drawn_tree, lambda token: str(decoder.target.tokenizer.decode([token]))), end="\n\n")
 
     return draw_round if show else print_tokens
 

@@ -20,7 +20,7 @@ from poss_lightning.target_model.generation import until_stop
 LINES = 24  # so that a round fits a terminal
 
 
-class Guesses(NamedTuple):
+class DraftedTree(NamedTuple):
     """One round of one text: N nodes, the root first and every parent before its children."""
 
     tokens: list[Any]  # (N,) ids, or texts
@@ -30,7 +30,7 @@ class Guesses(NamedTuple):
     bonus: Any  # the target's own token after the path; None where the text ended there
 
 
-def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
+def drafted_tree(step: Progress, stops: frozenset[int]) -> DraftedTree:
     """Return the tree of a round's first text, with its accepted path and bonus token."""
     tree, verdict = step.tree, step.verdict
     assert tree is not None and verdict is not None, "a step without a draft has no tree"
@@ -38,16 +38,16 @@ def guesses_of(step: Progress, stops: frozenset[int]) -> Guesses:
     emitted = until_stop(verdict.tokens[0, : accepted + 1].tolist(), stops)
     path = verdict.path[0, : min(accepted, len(emitted)) + 1].tolist()
     bonus = emitted[accepted] if len(emitted) > accepted else None
-    return Guesses(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
+    return DraftedTree(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
 
 
-def draw(guesses: Guesses, text: Callable[[Any], str], lines: int = LINES) -> str:
+def draw(drafted: DraftedTree, text: Callable[[Any], str], lines: int = LINES) -> str:
     """Draw the tree, more likely children first, with the probability of paths; ✓ marks accepted tokens, + the bonus.
 
     The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.
     """
-    tokens, parents, scores, path, bonus = guesses
-    shown = most_likely_nodes(guesses, lines - (bonus is not None))
+    tokens, parents, scores, path, bonus = drafted
+    shown = most_likely_nodes(drafted, lines - (bonus is not None))
     below: dict[int, list[tuple[str, int | None]]] = defaultdict(list)  # labels below each node, and their nodes
     for node in sorted(shown - {0}, key=lambda node: (-scores[node], node)):
         sign = "✓ " if node in path else ""
@@ -60,12 +60,12 @@ def draw(guesses: Guesses, text: Callable[[Any], str], lines: int = LINES) -> st
     return "\n".join([_plain(text(tokens[0])), *_branches(below, 0)])
 
 
-def most_likely_nodes(guesses: Guesses, lines: int) -> set[int]:
+def most_likely_nodes(drafted: DraftedTree, lines: int) -> set[int]:
     """Choose the accepted path, and the most likely nodes that fit in `lines`; every node's parent is among them."""
-    if len(guesses.tokens) > lines:
+    if len(drafted.tokens) > lines:
         lines -= 1  # says how many nodes are left out
-    shown = set(guesses.path)
-    for node in sorted(range(len(guesses.tokens)), key=lambda node: (-guesses.scores[node], node)):
+    shown = set(drafted.path)
+    for node in sorted(range(len(drafted.tokens)), key=lambda node: (-drafted.scores[node], node)):
         if len(shown) < lines:
             shown.add(node)
     return shown

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from poss_lightning.decoding.acceptance import Calibration, Round
-from poss_lightning.decoding.budget import BETTER, SELDOM, TREES, TRIALS, Planner
+from poss_lightning.decoding.budget import AVERAGING_WINDOW, MIN_SPEEDUP, RETRY_EVERY, WARMUP_ROUNDS, Planner
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.lookup import join
 from poss_lightning.decoding.plans import TreePlan
@@ -65,7 +65,7 @@ def test_the_plan_is_the_best_of_all(seed):
     root = root_tree(whole.tokens[:, :1])
     verdict = judge(root, ancestor_mask(root.parents, 4), whole.tokens[:, :1], 4)
     planner.learn(Round(root, ancestor_mask(root.parents, 4), verdict, whole), mask, whole=True)
-    for worth in (planner.alone, planner.beside):
+    for worth in (planner.alone, planner.with_tree):
         worth.learn(torch.tensor([3, 3]), torch.ones(2, 4) > 0, torch.rand(2, 4) > 0.5, torch.ones(2))
     machine, depths = costs(0.4, 0.3), node_depths(whole.parents, 3)
     chances = planner.calibration.chance(whole.scores)
@@ -73,7 +73,7 @@ def test_the_plan_is_the_best_of_all(seed):
     def rate(plan: tuple[int, int, int]) -> float:
         depth, nodes, count = plan
         drafted = [sorted(chances[i, 1:][depths[i, 1:] <= depth].tolist(), reverse=True) for i in (0, 1, 3)]
-        worth = (planner.beside if depth else planner.alone).brings()
+        worth = (planner.with_tree if depth else planner.alone).expected_tokens()
         tokens = 3 + sum(sum(row[: nodes - 1]) for row in drafted) + sum(float(worth[n, count]) for n in found)
         return tokens / 3 / (depth * 0.4 + machine.round_seconds(0, nodes + count))
 
@@ -84,8 +84,8 @@ def test_the_plan_is_the_best_of_all(seed):
     assert planner.choose(machine, found, whole=True).depth == 3
     for depth, nodes, count in itertools.product(range(1, 4), (4, 6, 8), (0, 4)):  # a new plan takes new graphs
         kept = TreePlan(depth, nodes, lookup=count)
-        stays = planner.choose(machine, found, kept=kept) == kept
-        assert stays == (rate((depth, nodes, count)) * BETTER > best)
+        stays = planner.choose(machine, found, current=kept) == kept
+        assert stays == (rate((depth, nodes, count)) * MIN_SPEEDUP > best)
 
 
 def play(planner: Planner, machine: Costs, texts: int, claims=CLAIMS, looked_up=0.0, matching=1.0):
@@ -157,16 +157,16 @@ def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(matching, draft,
 
 def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_back_where_it_does():
     planner, dear, cheap = Planner(TreePlan(DEPTH, NODES), CPU), costs(20.0, 20.0), costs(0.5, 0.1)
-    assert planner.begin(dear) == TRIALS  # nothing is known of the draft
+    assert planner.begin(dear) == WARMUP_ROUNDS  # nothing is known of the draft
     play(planner, dear, 1)
-    assert [planner.begin(dear) for _ in range(2 * SELDOM)].count(TRIALS) == 2
+    assert [planner.begin(dear) for _ in range(2 * RETRY_EVERY)].count(WARMUP_ROUNDS) == 2
     assert (
-        planner.begin(cheap) == TRIALS and planner.choose(cheap, None).depth > 0
+        planner.begin(cheap) == WARMUP_ROUNDS and planner.choose(cheap, None).depth > 0
     )  # as fewer texts wait, or it is cooler
     planner.drafted.zero_()  # a draft that is never right
     assert planner.why_plain(cheap)
-    for _ in range(TREES // TRIALS):  # but is again
-        play(planner, cheap, SELDOM)
+    for _ in range(AVERAGING_WINDOW // WARMUP_ROUNDS):  # but is again
+        play(planner, cheap, RETRY_EVERY)
     assert planner.why_plain(cheap) is None
 
 
@@ -195,7 +195,7 @@ def test_rows_that_are_finished_teach_nothing():
         choice = torch.tensor([1, 4])[:rows, None].expand(-1, tree.tokens.shape[1])
         done = Round(tree, ancestors, judge(tree, ancestors, choice, 3), whole, 2, found, continued)
         planner.learn(done, torch.tensor([1, 0])[:rows], whole=True)
-        tables = (planner.calibration, planner.beside, planner.alone, planner)
+        tables = (planner.calibration, planner.with_tree, planner.alone, planner)
         taught.append([value for table in tables for value in vars(table).values() if isinstance(value, torch.Tensor)])
     assert close(*taught)
     assert float(planner.calibration.accepted.sum()) == 1

@@ -11,7 +11,7 @@ import torch
 from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.baselines import Autoregressive, Generate
-from poss_lightning.decoding.budget import TRIALS
+from poss_lightning.decoding.budget import WARMUP_ROUNDS
 from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import top_log_probs
@@ -109,7 +109,7 @@ def test_a_text_goes_on_as_it_would_have_where_it_is_resumed(target):
 
 def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypatch):
     """Else looked-up nodes beyond a chain would seem free."""
-    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
+    monkeypatch.setattr("poss_lightning.decoding.costs.TIME_BUDGET_S", 0)
     engine = speculate(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
     engine.decode([[5, 9, 20]], 3, frozenset())
     assert engine.plan.nodes == 5 and max(engine.costs.verify) == 11
@@ -129,7 +129,11 @@ def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, l
 
     monkeypatch.setattr(TokenSampler, "noise", counted)
     drawn(engine, Sampling(1.0), 3, [[5, 9, 20]], 12, frozenset(), lambda step: made.append(0))
-    assert made[1 : TRIALS + 1] == [7] * TRIALS and len(made) > TRIALS + 3 and max(made[TRIALS + 1 :]) <= 3
+    assert (
+        made[1 : WARMUP_ROUNDS + 1] == [7] * WARMUP_ROUNDS
+        and len(made) > WARMUP_ROUNDS + 3
+        and max(made[WARMUP_ROUNDS + 1 :]) <= 3
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.5])
@@ -229,7 +233,7 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
     for prompt, measured, last in ((10, [10], 10), (40, [10, 40], 40), (10, [10, 40], 40), (20, [10, 40, 20], 40)):
         text = [[5] * prompt]
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
-        assert list(seen) == measured and speculative.auto.now == seen[last]
+        assert list(seen) == measured and speculative.auto.costs == seen[last]
     assert speculative.costs == seen[10]
 
 

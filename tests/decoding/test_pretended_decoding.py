@@ -12,7 +12,7 @@ import torch
 
 from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.decoding.baselines import Autoregressive
-from poss_lightning.decoding.budget import TRIALS
+from poss_lightning.decoding.budget import WARMUP_ROUNDS
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import TreePlan
@@ -113,7 +113,7 @@ def test_a_round_waits_for_one_copy(device, decoder, graphs, sampling):
 @pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1]], ids=["batch", "alone"])
 def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, prompts):
     """A plan is settled on after the first rounds, for which the host waits once more, and then all are one graph."""
-    monkeypatch.setattr("poss_lightning.decoding.costs.ENOUGH", 0)
+    monkeypatch.setattr("poss_lightning.decoding.costs.TIME_BUDGET_S", 0)
     engine, waits = with_graphs(engine_of(load(DEVICE), tree="auto", lookup=3)), []
 
     def watch(step):
@@ -122,9 +122,12 @@ def test_trees_made_for_speed_give_the_hosts_tokens(device, monkeypatch, prompts
 
     expected = answers("eagle2", DRAWN, prompts, 16, stops=())
     assert tokens_of(engine, DRAWN, prompts, 16, stops=(), watch=watch) == expected
-    assert len(waits) > TRIALS + 4
+    assert len(waits) > WARMUP_ROUNDS + 4
     if len(prompts) == 1:  # the host says which rows of a batch are finished
-        assert max([*waits[1 : TRIALS + 1], waits[TRIALS + 1] - 1, *waits[TRIALS + 2 :]]) <= WAITS_A_ROUND
+        assert (
+            max([*waits[1 : WARMUP_ROUNDS + 1], waits[WARMUP_ROUNDS + 1] - 1, *waits[WARMUP_ROUNDS + 2 :]])
+            <= WAITS_A_ROUND
+        )
 
 
 @pytest.mark.parametrize("decoder", [engine_of, Autoregressive], ids=["drafting", "plain"])

@@ -16,7 +16,7 @@ from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
 from poss_lightning.evaluation.generate import answer, generate
 from poss_lightning.evaluation.streaming import Pieces
-from poss_lightning.evaluation.tree_view import guesses_of
+from poss_lightning.evaluation.tree_view import drafted_tree
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.chat import Chat
 from poss_lightning.terminal import printable
@@ -91,7 +91,7 @@ def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
     dear = Costs(9.0, {1: 1.0, 2: 5.0, 4: 20.0})
     monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: dear)
     generate("Hi", **common)
-    assert "tree: auto gave up drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
+    assert "tree=auto disabled drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
 
 
 # --- stdin and chats ---
@@ -140,8 +140,8 @@ def test_a_text_that_ended_within_a_round_is_drawn_so_far(stop, path, bonus):
     """Of 5, 6, 7 in a row the target takes 5 and 6, and adds 8."""
     tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
     verdict = Verdict(torch.tensor([[0, 1, 2, 2]]), torch.tensor([[5, 6, 8, 8]]), torch.tensor([2]))
-    guesses = guesses_of(Progress({}, tree=tree, verdict=verdict), frozenset({stop}))
-    assert guesses == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)
+    drawn_tree = drafted_tree(Progress({}, tree=tree, verdict=verdict), frozenset({stop}))
+    assert drawn_tree == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)
 
 
 def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
@@ -150,8 +150,8 @@ def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
 
     def watch(now: Progress) -> None:
         if now.tree is not None:
-            guesses = guesses_of(now, frozenset())
-            drawn.append([guesses.tokens[node] for node in guesses.path[1:]] + [guesses.bonus])
+            drawn_tree = drafted_tree(now, frozenset())
+            drawn.append([drawn_tree.tokens[node] for node in drawn_tree.path[1:]] + [drawn_tree.bonus])
 
     decoded = answer(many, [5, 6, 7], 30, watch=watch)
     assert [len(tokens) - 1 for tokens in drawn] == decoded.accepted

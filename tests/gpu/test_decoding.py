@@ -74,7 +74,7 @@ def test_decoding_is_lossless_with_graphs_and_without(target, limit, kind, tree,
     for graphs in (False, None):
         decoder = decoder_of(target, kind, tree, graphs)
         assert texts(decoder, law, PROMPTS, limit) == batch
-        assert tree == "fixed" or decoder.auto.settled
+        assert tree == "fixed" or decoder.auto.fixed_plan
         captures = count_captures(decoder)
         assert [texts(decoder, law, prompts, limit, seed) for prompts, seed in cases[1:]] == others
         assert tree == "auto" or not captures
