@@ -1,12 +1,14 @@
 """Which drafted answers have plain decoding's tokens, all of them: `python -m benchmarks.exact`.
 
 Every draft with every tree, greedy and drawn, in bfloat16 where this machine multiplies it, and in float32; the speed
-is that of this run, × plain decoding. `--inexact` shows the same without `exact`.
+is that of this run, × plain decoding. With `--cost` every prompt is also decoded without `exact`, in turn.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from itertools import product
+from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -21,52 +23,68 @@ from poss_lightning.machine import choose_dtype
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.model import Target
 
+Tree = Literal["auto", "fixed"]
 DRAFTS = "embedded-hass", "embedded-poss2"
-TREES = {
+TREES: dict[str, tuple[TreePlan, Tree]] = {
     "60 nodes + 10 looked up": (TreePlan(nodes=60, lookup=10), "fixed"),
     "8 nodes": (TreePlan(nodes=8), "fixed"),
     "auto": (TreePlan(lookup=10), "auto"),
 }
 
 
-def answers(
-    decoder: Decoder, prompts: list[list[int]], tokens: int, temperature: float
-) -> tuple[list[list[int]], float]:
-    """Decode each prompt alone: the answers, and the seconds of all."""
-    found, began = [], time.perf_counter()
-    for seed, prompt in enumerate(prompts):
-        generator = torch.Generator().manual_seed(seed)
-        found.append(decoder.decode([prompt], tokens, None, Sampling(temperature), generator)[0].tokens)
-    return found, time.perf_counter() - began
+class Runs:
+    """Decoders of one kind, with `exact` and perhaps without: their answers, and the seconds and tokens of each."""
+
+    def __init__(self, decoders: list[Decoder], prompts: list[list[int]], limit: int, temperature: float):
+        self.answers: list[list[list[int]]] = [[] for _ in decoders]
+        self.seconds = [0.0] * len(decoders)
+        for seed, prompt in enumerate(prompts):
+            for i, decoder in enumerate(decoders):
+                began, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
+                decoded = decoder.decode([prompt], limit, None, Sampling(temperature), generator)
+                self.seconds[i] += time.perf_counter() - began
+                self.answers[i].append(decoded[0].tokens)
+
+    def rate(self, i: int) -> float:
+        """Tokens per second."""
+        return sum(map(len, self.answers[i])) / self.seconds[i]
+
+    def equal(self, plain: "Runs", i: int) -> int:
+        """Count the answers that are those of `plain`."""
+        return sum(ours == expected for ours, expected in zip(self.answers[i], plain.answers[i], strict=True))
 
 
 def main(arguments: list[str] | None = None, say: Callable[[str], None] = tqdm.write) -> int:
-    """Print a line per dtype, temperature, draft and tree; return how many answers differ."""
+    """Print a line per dtype, temperature, draft and tree; return how many exact answers differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--drafts", nargs="+", default=DRAFTS)
     parser.add_argument("--dtypes", nargs="+", default=sorted({choose_dtype("auto", "cpu"), "float32"}))
+    parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 1.0))
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--inexact", action="store_true")
+    parser.add_argument("--cost", action="store_true")
     given = parser.parse_args(arguments)
     questions, different = (read_suites() * given.prompts)[: given.prompts], 0
     for dtype in given.dtypes:
-        target = Target.load(given.target, dtype, exact=not given.inexact)
-        prompts = [question.first_prompt(target.chat) for question in questions]
-        plain = Autoregressive(target)
-        for temperature in (0.0, 1.0):
-            expected, seconds = answers(plain, prompts, given.tokens, temperature)
-            for draft in given.drafts:
-                for name, (plan, tree) in TREES.items():
-                    engine = Speculative.from_draft(target, load_draft(draft), plan, tree)
-                    found, taken = answers(engine, prompts, given.tokens, temperature)
-                    equal = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
-                    different += len(prompts) - equal
-                    say(
-                        f"{dtype}, T {temperature:g}, {draft}, {name}: {equal} of {len(prompts)} answers have plain "
-                        f"decoding's tokens; {seconds / taken:.2f} × its speed"
-                    )
+        targets = [Target.load(given.target, dtype, exact=exact) for exact in (True, False)[: 1 + given.cost]]
+        prompts = [question.first_prompt(targets[0].chat) for question in questions]
+        for temperature in given.temperatures:
+            plain = Runs([Autoregressive(target) for target in targets], prompts, given.tokens, temperature)
+            rates = " and ".join(f"{plain.rate(i):.1f}" for i in range(len(targets)))
+            say(f"{dtype}, T {temperature:g}, plain: {rates} tokens/s" + given.cost * " without exact")
+            for draft, (name, (plan, tree)) in product(given.drafts, TREES.items()):
+                engines: list[Decoder] = [
+                    Speculative.from_draft(target, load_draft(draft), plan, tree) for target in targets
+                ]
+                runs = Runs(engines, prompts, given.tokens, temperature)
+                counts = [
+                    f"{runs.equal(plain, i)} of {len(prompts)} answers have plain decoding's tokens, "
+                    f"{runs.rate(i) / plain.rate(i):.2f} × its speed"
+                    for i in range(len(targets))
+                ]
+                different += len(prompts) - runs.equal(plain, 0)
+                say(f"{dtype}, T {temperature:g}, {draft}, {name}: " + "; without exact ".join(counts))
     return different
 
 
