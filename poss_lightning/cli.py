@@ -17,27 +17,42 @@ from poss_lightning.versions import versions
 
 TRAINER = {
     "fit": "train specialists on a feature store",
-    "validate": "losses, pos-acc and drift of a checkpoint, by depth",
+    "validate": "measure losses, pos-acc and drift of a checkpoint, by depth",
 }
 TOOLS = {
-    "list": ("poss_lightning.shipped", "configs, drafts and suites that come with the package; a config to edit"),
-    "synthesize": ("poss_lightning.synthesize", "the target answers your prompts, or writes whole conversations"),
+    "list": (
+        "poss_lightning.shipped",
+        "list configs, drafts and suites that come with the package; print a config to edit",
+    ),
+    "synthesize": ("poss_lightning.synthesize", "let the target answer your prompts, or write whole conversations"),
     "extract": ("poss_lightning.extraction", "precompute the target's features of a corpus"),
     "convert": (
         "poss_lightning.interop.convert",
         "convert a draft, or a checkpoint, between formats and dtypes",
     ),
     "generate": ("poss_lightning.evaluation.generate", "answer one prompt, and say how fast"),
-    "benchmark": ("poss_lightning.evaluation.benchmark", "decode suites with every method and record it"),
-    "replay": ("poss_lightning.evaluation.replay", "acceptance of drafts on stored answers, without the target"),
-    "doctor": ("poss_lightning.doctor.command", "why a draft accepts less than it should, and what to change"),
-    "sweep": ("poss_lightning.sweep", "an experiment: choices and seeds, trained, measured, summed up"),
-    "compare": ("poss_lightning.reports.compare", "tables of records, with intervals; a page of them with --html"),
+    "benchmark": (
+        "poss_lightning.evaluation.benchmark",
+        "decode suites with every method, and record speed and acceptance",
+    ),
+    "replay": (
+        "poss_lightning.evaluation.replay",
+        "measure acceptance of drafts on stored answers, without the target",
+    ),
+    "doctor": ("poss_lightning.doctor.command", "find why a draft accepts less than it should, and what to change"),
+    "sweep": ("poss_lightning.sweep", "train and measure an experiment: choices and seeds, summed up"),
+    "compare": (
+        "poss_lightning.reports.compare",
+        "compare records in tables with intervals, and with --html on a page",
+    ),
 }
 
 
 def main() -> None:
-    """Run one command; an error that a user can fix is one line, and exit code 1."""
+    """Run one command; an error that a user can fix is one line, and exit code 1.
+
+    With POSS_TRACEBACK=1 it also shows the place, as any other error does.
+    """
     try:
         _run_line()
         sys.stdout.flush()
@@ -54,8 +69,8 @@ def _run_line() -> None:
     if command not in TRAINER and command not in TOOLS:
         from poss_lightning.ranges import near
 
-        known = [*TRAINER, *TOOLS]
-        sys.exit(f"poss: no command {command!r}; there are {', '.join(known)}{near(command, known)}")
+        commands = [*TRAINER, *TOOLS]
+        sys.exit(f"poss: no command {command!r}; there are {', '.join(commands)}{near(command, commands)}")
     logger = logging.getLogger("poss_lightning")
     logger.setLevel(logging.INFO)
     logger.handlers = [LineHandler()]
@@ -66,7 +81,7 @@ def _run_line() -> None:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if not is_user_error(error):
+        if not is_user_error(error) or os.environ.get("POSS_TRACEBACK") == "1":
             raise
         help = f" (poss {command} --help tells its options)" if isinstance(error, ArgumentError) else ""
         sys.exit(f"poss {command}: {one_line(error)}{help}")

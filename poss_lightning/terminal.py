@@ -1,6 +1,7 @@
 """What a terminal shows: errors in one line, and what takes long."""
 
 import logging
+import re
 import time
 from argparse import ArgumentError
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ FIRST, NEXT = 3.0, 10.0  # seconds until slow work is announced, and announced a
 
 # Errors whose text is enough for a user; those of libraries by name, so that nothing need be imported.
 USER_ERRORS = (ValueError, OSError, NotImplementedError, ImportError, MemoryError, ArgumentError)
+INVARIANT = re.compile(r"zip\(\) argument|not enough values to unpack|too many values to unpack")
 LIBRARY_KINDS = {
     "OutOfMemoryError",
     "AcceleratorError",
@@ -26,7 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_user_error(error: BaseException) -> bool:
-    """Whether an error's text tells a user what to do; any other error is a bug, and keeps its traceback."""
+    """Whether an error's text tells a user what to do; any other error is a bug, and keeps its traceback.
+
+    So is Python's own ValueError of `zip(strict=True)` and of unpacking, which no user's input should reach.
+    """
+    if INVARIANT.match(str(error)):
+        return False
     return isinstance(error, USER_ERRORS) or any(kind.__name__ in LIBRARY_KINDS for kind in type(error).__mro__)
 
 

@@ -32,6 +32,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     (("replay", "{inputs}/store", "o", "--drafts", "a/b"), "drafts is a/b; it must be named, as --drafts.NAME a/b"),
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "it must be a text, so quote it in YAML; see {inputs}/n"),
     ((*FIT, "[2]", "alocation=[2]"), "begins with --, as --alocation=…; did you mean model.all"),
+    ((*FIT, "[2]", "--trainer.devices", "2.5"), "trainer.devices is 2.5: "),
     ((*FIT, "[2]", "--config", "trainer/gpu.yaml"), "no GPU here; it must be cpu or auto, as in trainer/cpu.yaml"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml; did you mean model.depth?"),
     ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),
@@ -59,9 +60,12 @@ def test_drafts_may_have_names_like_numbers_and_switches(poss, inputs, tmp_path)
     assert {*read_rounds("2")["method"]} == {"plain", "generate", "1", "b", "7"}
 
 
-def test_an_unknown_command_gets_a_list_of_all(poss):
+def test_an_unknown_command_gets_a_list_of_all_and_the_place_is_shown_where_asked_for(poss, monkeypatch):
     code = poss("fitt").code
     assert code.startswith("poss: no command 'fitt'; there are fit, ") and code.endswith("did you mean fit?")
+    monkeypatch.setenv("POSS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        poss("generate", " ")
 
 
 def test_help_version_and_tables_of_records_need_no_torch():

@@ -44,3 +44,12 @@ def test_slow_work_is_announced_until_it_is_done(monkeypatch, caplog):
 def test_an_error_that_a_user_can_fix_is_one_line(error, line):
     assert is_user_error(error) and one_line(error) == line
     assert not any(map(is_user_error, (KeyError("x"), TypeError("x"), RuntimeError("x"))))  # bugs, with a traceback
+
+
+@pytest.mark.parametrize(
+    "broken", ["[*zip([1], [], strict=True)]", "[*zip([], [1], strict=True)]", "(x,) = 1, 2", "x, y = [1]"]
+)
+def test_an_invariant_is_no_error_of_the_user_although_python_calls_it_a_value_error(broken):
+    with pytest.raises(ValueError) as error:
+        exec(broken)
+    assert not is_user_error(error.value)

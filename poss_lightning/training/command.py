@@ -163,7 +163,12 @@ class Training(LightningCLI):
                 trainer.precision = choose_precision(str(trainer.accelerator))
         if self.folder is not None:  # where Lightning looks for checkpoints of its own on SLURM, too
             more["default_root_dir"] = str(self.folder)
-        trainer = super().instantiate_trainer(callbacks=self._callbacks(trainer.callbacks or []), **more)
+        try:
+            trainer = super().instantiate_trainer(callbacks=self._callbacks(trainer.callbacks or []), **more)
+        except TypeError as error:
+            if "devices" not in str(error):
+                raise
+            raise ValueError(f"trainer.devices is {self.options.trainer.devices}: {error}") from error
         devices, nodes, world = trainer.num_devices, trainer.num_nodes, trainer.world_size
         if self.until == "done" and world != devices * nodes:
             raise ValueError(
