@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from poss_lightning.evaluation.rounds import AnswerRow
 
 HISTOGRAMS = "acceptance_histogram", "spec_correct_drafts_histogram", "spec_accept_histogram"  # the last two SGLang's
-MEANS = {"spec_verify_ct": "spec_accept_length", "num_spec_steps": "mean_acceptance_length"}  # weights, and of what
+MEANS = {"spec_verify_ct": "spec_accept_length", "num_spec_steps": "mean_acceptance_length"}  # rounds, and their mean
 HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
     "with spec_correct_drafts_histogram, or AIPerf's profile_export.jsonl of --export-level records"
@@ -41,6 +41,15 @@ class Served(NamedTuple):
     passed: list[list[int]]
 
 
+class Answer(NamedTuple):
+    """What a response says of its rounds."""
+
+    number: int  # of its line
+    metadata: dict[str, Any]  # AIPerf's
+    accepted: list[int]  # by each round, in any order
+    means: list[tuple[int, float]]  # rounds and their mean tokens, where it has no histogram
+
+
 def read_served(file: Path) -> Served:
     """Read what an engine accepted from responses, as `read_engine`; vLLM's /metrics; SGLang's /metrics, /server_info.
 
@@ -52,14 +61,13 @@ def read_served(file: Path) -> Served:
         return _read_counters(file, counters)
     if gauges := GAUGE.findall(text):
         return _read_gauges(file, gauges)
-    answers = [known for _, _, found in _answers(file) for known in found]
-    histograms = [rounds for known in answers if (rounds := _accepted(known))]
-    means = [known for known in answers if _has_mean_alone(known)]
-    weighted = [(known[rounds], known[mean]) for known in means for rounds, mean in MEANS.items() if known.get(rounds)]
-    weighted += [(len(rounds), 1 + sum(rounds) / len(rounds)) for rounds in histograms]
+    answers = _read_answers(file)
+    histograms = [answer.accepted for answer in answers if answer.accepted]
+    means = [mean for answer in answers for mean in answer.means]
+    weighted = means + [(len(accepted), 1 + sum(accepted) / len(accepted)) for accepted in histograms]
     if total := sum(rounds for rounds, _ in weighted):
         most = max(map(max, histograms), default=0)
-        passed = [[sum(count >= k for count in rounds) for k in range(most + 1)] for rounds in histograms]
+        passed = [[sum(count >= k for count in accepted) for k in range(most + 1)] for accepted in histograms]
         return Served(sum(rounds * mean for rounds, mean in weighted) / total, [] if means else passed)
     raise ValueError(f"{file}: no answer says what each round accepted: {HOW}; or save /metrics of vLLM or SGLang")
 
@@ -76,46 +84,43 @@ def read_engine(file: Path) -> "list[AnswerRow]":
     Raises:
         ValueError: no answer says what its rounds accepted; the message names file and line, and how to get one.
     """
-    rows: list[AnswerRow] = []
-    for number, request, found in _answers(file):
-        if accepted := [count for known in found for count in _accepted(known)]:
-            row: AnswerRow = {
-                "method": f"{file.stem} (engine)",
-                "suite": "requests",
-                "id": str(request.get("session_num", number)),
-                "turn": request.get("turn_index") or 0,
-                "repeat": 0,
-                "prompt_tokens": 0,
-                "new_tokens": 1 + sum(accepted) + len(accepted),
-                "accepted": accepted,
-                "seconds": {},
-                "tokens": [],
-            }
-            rows.append(row)
-        elif any(map(_has_mean_alone, found)):
-            raise ValueError(f"{file}, line {number}: the answer has a mean, not what each round accepted: {HOW}")
+    answers = _read_answers(file)
+    for number in (answer.number for answer in answers if answer.means and not answer.accepted):
+        raise ValueError(f"{file}, line {number}: the answer has a mean, not what each round accepted: {HOW}")
+    rows: list[AnswerRow] = [
+        {
+            "method": f"{file.stem} (engine)",
+            "suite": "requests",
+            "id": str(metadata.get("session_num", number)),
+            "turn": metadata.get("turn_index") or 0,
+            "repeat": 0,
+            "prompt_tokens": 0,
+            "new_tokens": 1 + sum(accepted) + len(accepted),
+            "accepted": accepted,
+            "seconds": {},
+            "tokens": [],
+        }
+        for number, metadata, accepted, _ in answers
+        if accepted
+    ]
     if not rows:
         raise ValueError(f"{file}: no answer says what each round accepted: {HOW}")
     return rows
 
 
-def _answers(file: Path) -> list[tuple[int, dict[str, Any], list[dict[str, Any]]]]:
-    """List the answers of a file: number, AIPerf's metadata, and the objects that say what its rounds accepted.
-
-    Chunks of a stream have the id of their answer, and the last of them counts.
-    """
-    found: dict[Any, tuple[int, dict[str, Any], list[dict[str, Any]]]] = {}
+def _read_answers(file: Path) -> list[Answer]:
+    """Read the answers of a file. Chunks of a stream have the id of their answer, and the last of them counts."""
+    answers: dict[Any, Answer] = {}
     for number, line in _records(file):
         try:
-            values: Any = parse_line(line) if isinstance(line, bytes) else line
-            known = _find_counts([values])
-            [_accepted(each) for each in known]
-            key = values.get("id") or (values.get("meta_info") or {}).get("id") or number
-            found[key] = number, values.get("metadata") or {}, known  # which has the order of completion
+            response: Any = parse_line(line) if isinstance(line, bytes) else line
+            id = response.get("id") or (response.get("meta_info") or {}).get("id") or number
+            answers[id] = Answer(number, response.get("metadata") or {}, *_count([response]))
         except (AttributeError, TypeError, ValueError) as error:
-            words = f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted"
-            raise ValueError(f"{words} ({error}): {HOW}") from None
-    return list(found.values())
+            raise ValueError(
+                f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted ({error}): {HOW}"
+            ) from None
+    return list(answers.values())
 
 
 def _records(file: Path) -> Iterator[tuple[int, object]]:
@@ -131,48 +136,42 @@ def _records(file: Path) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{error}: {HOW}") from error
 
 
-def _find_counts(level: list[Any]) -> list[dict[str, Any]]:
-    """Find the objects of a response that count rounds: those of the highest level that has any."""
+def _count(level: list[Any]) -> tuple[list[int], list[tuple[int, float]]]:
+    """Return what rounds accepted, and means without that, from the highest level of a response that has any."""
     objects = [each for each in level if isinstance(each, dict)]
-    if found := [each for each in objects if each.keys() & {*HISTOGRAMS, *MEANS, "per_step_accepted"}]:
-        return found
+    accepted, means = [], []
+    for each in (each for each in objects if each.keys() & {*HISTOGRAMS, *MEANS, "per_step_accepted"}):
+        counts = next((each[name] for name in HISTOGRAMS if each.get(name)), [])
+        times = counts.items() if isinstance(counts, dict) else enumerate(counts)
+        rounds = each.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
+        accepted += rounds
+        means += [(each[n], each[mean]) for n, mean in MEANS.items() if each.get(n) and not rounds]
     deeper = [value for each in objects for value in each.values()]
     deeper += [value for each in level if isinstance(each, list) for value in each]
-    return _find_counts(deeper) if deeper else []
-
-
-def _accepted(known: dict[str, Any]) -> list[int]:
-    """Return accepted tokens per round; [] where nothing was drafted, or the object has means alone."""
-    counts = next((known[name] for name in HISTOGRAMS if known.get(name)), [])
-    times = counts.items() if isinstance(counts, dict) else enumerate(counts)
-    return known.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
-
-
-def _has_mean_alone(known: dict[str, Any]) -> bool:
-    return not _accepted(known) and any(known.get(rounds) for rounds in MEANS)
+    return (accepted, means) if accepted or means or not deeper else _count(deeper)
 
 
 def _read_counters(file: Path, counters: list[tuple[str, str, str]]) -> Served:
     """Sum vLLM's counters over its engines."""
     sums: dict[str, Counter[str]] = {}
     for name, labels, value in counters:
-        known = dict(LABEL.findall(labels))
-        key = known.get("position", name)
-        sums.setdefault(known.get("model_name", ""), Counter())[key] += int(float(value))
+        stated = dict(LABEL.findall(labels))
+        key = stated.get("position", name)
+        sums.setdefault(stated.get("model_name", ""), Counter())[key] += int(float(value))
     used = {model: own for model, own in sums.items() if own["drafts"]}
     if len(used) != 1:
         what = f"counters of {' and '.join(used)}: keep the lines of one" if used else "counters of no draft yet"
         raise ValueError(f"{file} has {what}; save /metrics after the engine has answered")
     ((_, own),) = used.items()
-    places = [own[str(place)] for place in range(sum(key.isdigit() for key in own))]
-    accepted = own["accepted_tokens"] or sum(places)
-    return Served(1 + accepted / own["drafts"], [[own["drafts"], *places]] if places else [])
+    by_position = [own[str(k)] for k in range(sum(key.isdigit() for key in own))]
+    accepted = own["accepted_tokens"] or sum(by_position)
+    return Served(1 + accepted / own["drafts"], [[own["drafts"], *by_position]] if by_position else [])
 
 
 def _read_gauges(file: Path, gauges: list[str]) -> Served:
     """Return the mean that all of SGLang's schedulers state; 0 is that of a scheduler without a draft yet."""
-    values = sorted({round(float(mean), 6) for mean in gauges if float(mean)})
-    if len(values) == 1:
-        return Served(values[0], [])
-    said = f"different means of its schedulers, {values}, and not of how many rounds" if values else "no draft yet"
-    raise ValueError(f"{file} has {said}: {HOW}")
+    means = sorted({round(float(mean), 6) for mean in gauges if float(mean)})
+    if len(means) == 1:
+        return Served(means[0], [])
+    what = f"different means of its schedulers, {means}, and not of how many rounds" if means else "no draft yet"
+    raise ValueError(f"{file} has {what}: {HOW}")

@@ -69,16 +69,6 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_record_accepts_what_the_rounds_accepted(tmp_path, form):
-    (tmp_path / "served.jsonl").write_text(FORMS[form])
-    rounds = read_rounds(tmp_path / "served.jsonl")
-    assert [Counter(accepted.tolist()) for accepted in rounds["accepted"]] == [Counter(own) for own in ROUNDS]
-    assert "AIPerf" not in form or rounds["id"].tolist() == [str(sum(own)) for own in ROUNDS]
-    assert {*rounds["turn"]} == {int("AIPerf" in form)}
-    assert {*zip(rounds["suite"], rounds["method"], strict=True)} == {("requests", "served (engine)")}
-
-
 def prometheus(name: str, **values: float) -> str:
     """A metric with one value for each set of labels, as `model-engine` names them."""
     labels = {key: 'model_name="{}",engine="{}"'.format(*key.split("_")) for key in values}
@@ -119,41 +109,44 @@ COUNTED = {  # with what is passed at each position, [] where a mean alone is kn
 
 
 @pytest.mark.parametrize("form", [*FORMS, *COUNTED])
-def test_acceptance_is_by_rounds_in_every_form(tmp_path, form):
+def test_every_form_says_what_the_rounds_accepted(tmp_path, form):
+    """Acceptance is by rounds; and responses give a row for each answer."""
     text, passed = COUNTED.get(form) or (FORMS[form], [7, 4, 3, 1])
-    (tmp_path / "served.txt").write_text(text)
-    served = read_served(tmp_path / "served.txt")
+    (tmp_path / "served.jsonl").write_text(text)
+    served = read_served(tmp_path / "served.jsonl")
     assert close(served.tau, TAU, dtype=torch.float32) and np.sum(served.passed, 0).tolist() == (passed or 0)
     assert len(served.passed) == (len(ROUNDS) if form in FORMS else len(passed) > 0)
+    if form in FORMS:
+        rounds = read_rounds(tmp_path / "served.jsonl")
+        assert [Counter(accepted.tolist()) for accepted in rounds["accepted"]] == [Counter(own) for own in ROUNDS]
+        assert "AIPerf" not in form or rounds["id"].tolist() == [str(sum(own)) for own in ROUNDS]
+        assert {*rounds["turn"]} == {int("AIPerf" in form)}
+        assert {*zip(rounds["suite"], rounds["method"], strict=True)} == {("requests", "served (engine)")}
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (gauge(m_0=1.5, m_1=2.5), r"different means of its schedulers, \[1.5, 2.5\], and not of how many rounds"),
-        (gauge(m_0=0.0), "has no draft yet"),
-        (vllm_metrics({"m_0": FIRST, "other_0": REST}), "has counters of m and other: keep the lines of one"),
-        (vllm_metrics({"m_0": []}), "has counters of no draft yet; save /metrics after the engine has answered"),
-    ],
-)
-def test_counters_that_say_nothing_of_a_draft_are_refused(tmp_path, text, words):
+REFUSED = [  # of /metrics; of responses, what writes the right form
+    (
+        read_served,
+        gauge(m_0=1.5, m_1=2.5),
+        r"different means of its schedulers, \[1.5, 2.5\], and not of how many rounds",
+    ),
+    (read_served, gauge(m_0=0.0), "has no draft yet"),
+    (read_served, vllm_metrics({"m_0": FIRST, "other_0": REST}), "has counters of m and other: keep the lines of one"),
+    (
+        read_served,
+        vllm_metrics({"m_0": []}),
+        "has counters of no draft yet; save /metrics after the engine has answered",
+    ),
+    (read_rounds, "# HELP vllm:n Number.\n", "is not JSON lines.*: give .* --per-request-spec-decode-metrics detailed"),
+    (read_rounds, lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level rec"),
+    (read_rounds, lines(*MIXED), "line 2: the answer has a mean, not what each round accepted: give "),
+    (read_rounds, lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
+    (read_rounds, "[1]", "line 1: 1 does not say"),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "words"), REFUSED)
+def test_what_says_nothing_of_a_draft_is_refused(tmp_path, read, text, words):
     (tmp_path / "metrics.txt").write_text(text)
     with pytest.raises(ValueError, match=words):
-        read_served(tmp_path / "metrics.txt")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("# HELP vllm:n Number.\n", "is not JSON lines.*: give .* --per-request-spec-decode-metrics detailed"),
-        (lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level records"),
-        (lines({"spec_accept_length": 2.4}), "no answer says what each .*--per-request-spec-decode-metrics detailed"),
-        (lines(*MIXED), "line 2: the answer has a mean, not what each round accepted: give "),
-        (lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
-        ("[1]", "line 1: 1 does not say"),
-    ],
-)
-def test_a_different_form_is_refused_with_what_writes_the_right_one(tmp_path, text, words):
-    (tmp_path / "metrics.txt").write_text(text)
-    with pytest.raises(ValueError, match=words):
-        read_rounds(tmp_path / "metrics.txt")
+        read(tmp_path / "metrics.txt")
