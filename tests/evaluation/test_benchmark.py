@@ -128,7 +128,7 @@ def test_a_draft_is_known_by_its_weights(target):
 
 
 def test_a_killed_run_resumes_with_its_settings_on_its_machine_alone(whole, run, tmp_path, monkeypatch):
-    """It writes every record once, and seconds of two machines do not meet in one file; a finished one is left alone."""
+    """Every record is written once, seconds of two machines do not meet in one file, a finished run is left alone."""
     with dies_after(module, "decode_question", 1):
         run(tmp_path)
     (receipt,) = (tmp_path / "unfinished").glob("question-*.json")
