@@ -86,22 +86,18 @@ def test_the_answer_is_that_of_plain_decoding_and_its_speed_follows(common, targ
     assert text == printable(target.chat.text(expected.tokens))
 
 
-def test_why_auto_gave_up_drafting_is_logged(common, caplog, monkeypatch):
+def test_why_auto_gave_up_drafting_is_logged_and_bytes_that_are_not_text_are_refused(common, caplog, monkeypatch):
     caplog.set_level("INFO", "poss_lightning")
-    dear = Costs(9.0, {1: 1.0, 2: 5.0, 4: 20.0})
-    monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: dear)
+    monkeypatch.setattr("poss_lightning.decoding.costs.measure", lambda *args: Costs(9.0, {1: 1.0, 2: 5.0, 4: 20.0}))
     generate("Hi", **common)
     assert "tree=auto disabled drafting: " in caplog.messages[-1] and "--tree fixed drafts" in caplog.messages[-1]
+    for errors, chat in (("strict", False), ("surrogateescape", True)):  # as locales have it
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
+        with pytest.raises(ValueError, match=r"'utf-8' codec can't|half a surrogate"):
+            generate("-", **common, chat=chat)
 
 
 # --- stdin and chats ---
-
-
-@pytest.mark.parametrize(("errors", "chat"), [("strict", False), ("surrogateescape", True)])  # as locales have it
-def test_bytes_that_are_not_text_are_refused(common, monkeypatch, errors, chat):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("größer\n".encode("latin-1")), "utf-8", errors))
-    with pytest.raises(ValueError, match=r"'utf-8' codec can't|half a surrogate"):
-        generate("-", **common, chat=chat)
 
 
 @pytest.mark.parametrize(("first", "lines"), [("-", "One?\nTwo?\n"), ("One?", "Two?\n\nnever asked\n")])
@@ -128,23 +124,13 @@ def test_rounds_are_drawn_before_the_answer(common, target, capsys):
     out = capsys.readouterr().out
     assert " 0 drafted" not in out and "of preparation" not in out  # fixed trees: auto may draft nothing
     accepted = [int(count) for count in re.findall(r"^round \d+: \d+ drafted, (\d+) accepted$", out, re.MULTILINE)]
-    assert out.count("─ ✓ ") >= sum(accepted)
+    assert out.count("─ ✓ ") >= sum(accepted) and 1 + sum(count + 1 for count in accepted) >= 20
     prompt = target.chat.prompt([{"role": "user", "content": "Hi"}])
     (expected,) = Autoregressive(target).decode([prompt], 20)
-    assert 1 + sum(count + 1 for count in accepted) >= 20
     assert f"\n\n{printable(target.chat.text(expected.tokens))}\n\n20 tokens, " in out
 
 
-@pytest.mark.parametrize(("stop", "path", "bonus"), [(8, [0, 1, 2], 8), (6, [0, 1, 2], None), (5, [0, 1], None)])
-def test_a_text_that_ended_within_a_round_is_drawn_so_far(stop, path, bonus):
-    """Of 5, 6, 7 in a row the target takes 5 and 6, and adds 8."""
-    tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
-    verdict = Verdict(torch.tensor([[0, 1, 2, 2]]), torch.tensor([[5, 6, 8, 8]]), torch.tensor([2]))
-    drawn_tree = drafted_tree(Progress({}, tree=tree, verdict=verdict), frozenset({stop}))
-    assert drawn_tree == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)
-
-
-def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
+def test_every_round_is_drawn_as_it_was_and_one_within_which_the_text_ended_so_far(target):
     many = speculate(target, tiny_draft(target, [1, 2]), nodes=400, tree_width=320)  # so that some are right
     drawn = []
 
@@ -156,3 +142,9 @@ def test_every_round_of_a_true_text_is_drawn_as_it_was(target):
     decoded = answer(many, [5, 6, 7], 30, watch=watch)
     assert [len(tokens) - 1 for tokens in drawn] == decoded.accepted
     assert [token for tokens in drawn for token in tokens][:29] == decoded.tokens[1:] and sum(decoded.accepted) > 3
+    # Of 5, 6, 7 in a row the target takes 5 and 6, and adds 8.
+    tree = Tree(torch.tensor([[9, 5, 6, 7]]), torch.tensor([[0, 0, 1, 2]]), torch.zeros(1, 4))
+    verdict = Verdict(torch.tensor([[0, 1, 2, 2]]), torch.tensor([[5, 6, 8, 8]]), torch.tensor([2]))
+    for stop, path, bonus in ((8, [0, 1, 2], 8), (6, [0, 1, 2], None), (5, [0, 1], None)):
+        drawn_tree = drafted_tree(Progress({}, tree=tree, verdict=verdict), frozenset({stop}))
+        assert drawn_tree == ([9, 5, 6, 7], [0, 0, 1, 2], [0.0] * 4, path, bonus)

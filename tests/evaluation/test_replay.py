@@ -23,11 +23,18 @@ from tests.support.tiny import tiny_target
 
 PROMPTS = [[5, 6, 7, 8], [9] * 11, [3, 4], [40, 41, 42], [250, 3, 17, 11, 12]]
 LIMIT = 40
-DRAFTS = [((6,), {}), ((2, 2, 2), {}), ((1, 3, 2), {"kind": "eagle3"})]  # allocation, more of config
-DRAFTS += [((1, 3, 2), {}), ((3, 3), {"kind": "eagle3", "kv": "shared"}), ((6,), {"kind": "block", "block_layers": 2})]
-PLANS = [TreePlan(6, 60, 10), TreePlan(6, 7, 1), TreePlan(3, 12, 3, lookup=5)]
+TREE, CHAIN, LOOKUP = TreePlan(6, 60, 10), TreePlan(6, 7, 1), TreePlan(3, 12, 3, lookup=5)
 DRAWN = Sampling(1.0, top_p=0.95)
-WAYS = [(GREEDY, True), (DRAWN, True), (DRAWN, False)]  # how answers are chosen, and whether drafts see the draw
+CASES = [  # allocation, more of config; plan; how answers are chosen, and whether drafts see the draw
+    ((6,), {}, CHAIN, GREEDY, True),
+    ((2, 2, 2), {}, LOOKUP, DRAWN, True),
+    ((1, 3, 2), {}, TREE, DRAWN, False),
+    ((1, 3, 2), {"kind": "eagle3"}, TREE, GREEDY, True),
+    ((3, 3), {"kind": "eagle3", "kv": "shared"}, LOOKUP, DRAWN, False),
+    ((3, 3), {"kind": "eagle3", "kv": "shared"}, CHAIN, DRAWN, True),
+    ((6,), {"kind": "block", "block_layers": 2}, TREE, DRAWN, True),
+    ((6,), {"kind": "block", "block_layers": 2}, LOOKUP, GREEDY, True),
+]
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +84,8 @@ def lucky(target, answers: list[list[int]], allocation: tuple[int, ...], seed: i
     return make_draft(DraftConfig(target=target.spec, **sizes, **options), words).eval()
 
 
-@pytest.mark.parametrize(
-    ("allocation", "options", "plan", "way"),
-    [(*draft, PLANS[(at + i) % 3], way) for at, draft in enumerate(DRAFTS) for i, way in enumerate(WAYS)],
-    ids=str,
-)
-def test_replayed_rounds_are_the_engines(target, allocation, options, plan, way, monkeypatch):
-    sampling, sees = way
+@pytest.mark.parametrize(("allocation", "options", "plan", "sampling", "sees"), CASES, ids=str)
+def test_replayed_rounds_are_the_engines(target, allocation, options, plan, sampling, sees, monkeypatch):
     plain, draws = drawn(target, sampling)
     draft = lucky(target, plain, allocation, plan.depth + plan.nodes + plan.tree_width, **options)
     with monkeypatch.context() as patch:

@@ -30,23 +30,22 @@ def bytes_fallen_back() -> tuple[Callable[[list[int]], str], list[int]]:
 
 
 @pytest.mark.parametrize("kind", [bytes_joined, bytes_fallen_back])
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_pieces_make_the_text_and_hold_whole_letters(kind, size):
+def test_pieces_make_the_text_and_hold_whole_letters(kind):
     """However many tokens arrive at once."""
     text, tokens = kind()
-    pieces = Pieces(text)
-    said = [pieces.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
-    assert "".join(said) == text(tokens) == TEXT and pieces.rest() == ""
-    assert not any(LOST in piece for piece in said)
+    for size in (1, 3, 1000):
+        pieces = Pieces(text)
+        said = [pieces.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+        assert "".join(said) == text(tokens) == TEXT and pieces.rest() == ""
+        assert not any(LOST in piece for piece in said)
 
 
-@pytest.mark.parametrize("alike", ["whole", "broken"])
-def test_time_is_linear(alike):
+def test_time_is_linear():
     text, tokens = bytes_joined()
-    tokens = (tokens if alike == "whole" else [tiny_tokenizer().get_vocab()["ÿ"]] * 40) * 50
-    decoded = []
-    pieces_of(lambda some: decoded.append(len(some)) or text(some), tokens)
-    assert sum(decoded) < 2 * WINDOW * len(tokens)
+    for alike in (tokens, [tiny_tokenizer().get_vocab()["ÿ"]] * 40):  # whole letters, and broken ones
+        decoded = []
+        pieces_of(lambda some, decoded=decoded: decoded.append(len(some)) or text(some), alike * 50)
+        assert sum(decoded) < 2 * WINDOW * len(alike * 50)
 
 
 def test_each_token_has_a_piece_also_of_bytes_that_are_no_text_and_of_a_stop_token(target):

@@ -22,14 +22,15 @@ def chat(*turns: tuple[str, str]) -> list[dict]:
 # --- local ---
 
 
-def test_our_own_suites_are_six_of_ten():
+def test_our_own_suites_are_six_of_ten_and_can_be_written_and_read_again(tmp_path):
+    """So a suite, also of the hub, can be carried to a machine without network."""
     assert own_suites() == ["chat", "code", "instructions", "maths", "questions", "summaries"]
     questions = read_suites()
     assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
     assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
     assert read_suites([str(OWN)]) == questions
-    with pytest.raises(ValueError, match=r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"):
-        read_suites(["chat", "chat"])
+    (tmp_path / "chat.jsonl").write_text(lines(*map(vars, questions[:10])))
+    assert read_suites([str(tmp_path)]) == questions[:10]
 
 
 CALL = {"function": {"name": "weather", "arguments": {}}}
@@ -63,27 +64,17 @@ def test_every_form_of_a_record(tmp_path):
     assert [(question.suite, question.id) for question in questions] == [("suite", n + 1) for n in range(len(FORMS))]
 
 
-def test_a_named_field_counts_before_all(tmp_path):
+def test_a_named_field_counts_before_all_and_a_repeated_id_gets_a_number_unless_strict(tmp_path):
+    """An id is of several fields, or the number of the line; a category is text."""
     file = tmp_path / "suite.jsonl"
     file.write_text(lines({"turns": ["a"], "instruction": "b"}, {"instruction": chat(("user", "c"))}))
     assert [question.turns for question in read_suites([f"{file}?field=instruction"])] == [["b"], ["c"]]
-
-
-def test_a_repeated_id_gets_a_number_unless_strict(tmp_path):
-    """An id is of several fields, or the number of the line; a category is text."""
     records = [{"question_id": 7, "id": "x"}, {"id": "y", "category": "z"}, {"conversation_id": "c"}]
     records += [{"id": None, "category": ["no text"]}, {"id": "y"}, {"id": 7}, {"id": 7}]
-    (tmp_path / "suite.jsonl").write_text(lines(*({"prompt": "a"} | record for record in records)))
+    file.write_text(lines(*({"prompt": "a"} | record for record in records)))
     questions = read_suites([str(tmp_path)], strict=False)
     assert [question.id for question in questions] == [7, "y", "c", 4, "y#2", "7#2", "7#3"]
     assert [question.category for question in questions] == ["", "z", "", "", "", "", ""]
-
-
-def test_what_was_read_can_be_written_and_read_again(tmp_path):
-    """So that a suite of the hub can be carried to a machine without network."""
-    questions = read_suites(["chat"])
-    (tmp_path / "chat.jsonl").write_text(lines(*map(vars, questions)))
-    assert read_suites([str(tmp_path)]) == questions
 
 
 # --- the hub ---
@@ -123,17 +114,14 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("name", COLUMNS)
-def test_the_six_of_the_papers(tmp_path, name):
-    row, (id, category, turns) = COLUMNS[name]
-    config, split = KNOWN[name].config or "default", KNOWN[name].split
-    copy = data_set(tmp_path / "copy", [row], config, split)
-    [question] = read_suites([f"hub:{name}?repo={copy}"])
-    assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
-    assert question.source == f"{copy} {config} {split}"
-
-
-def test_the_nine_of_speculators_are_a_file_each_and_asked_whole(tmp_path):
+def test_the_six_of_the_papers_and_the_nine_of_speculators(tmp_path):
+    """The nine are a file each, and asked whole."""
+    for name, (row, (id, category, turns)) in COLUMNS.items():
+        config, split = KNOWN[name].config or "default", KNOWN[name].split
+        copy = data_set(tmp_path / name, [row], config, split)
+        [question] = read_suites([f"hub:{name}?repo={copy}"])
+        assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
+        assert question.source == f"{copy} {config} {split}"
     files = {suite.file for suite in KNOWN.values() if suite.file}
     for file in files:
         (tmp_path / file).write_text(lines(*({"prompt": f"{file} {n}"} for n in range(90))))
@@ -170,27 +158,26 @@ def test_the_first_eighty_questions_unless_there_is_a_limit(tmp_path, monkeypatc
     assert len(read_suites([str(tmp_path / "suite.jsonl")], limit=1)) == 1
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
-        ([{"turns": ["a", " "]}], r":1: `turns` is \['a', ' '\]; it must be a text, .* none of them blank"),
-        ([{"turns": ["a"], "history": [["b", "c"]]}], ":1: it has 'history' beside a question: give"),
-        ([5], ":1: a record must be an object, not int"),
-        ([{"turns": []}], r":1: `turns` is \[\]; it must be a text, or a list"),
-        ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
-        ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
-        ([], " has no questions"),
-        ("nowhere", "suite 'nowhere' is not a file, .* poss list shows"),
-        ("chat?feild=a", "'feild' is not an option; there are field"),
-        ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
-        ("hub:owner/name", "suite 'hub:owner/name' is not one that poss list shows; give JSON lines"),
-    ],
-)
+REFUSED = [  # records, by file and line; and suites and fields that do not exist
+    ([{"text": "a", "n": 1}], r"suite\.jsonl:1: has no `turns`, .* or `question` \(.*\); it has text, n"),
+    ([{"turns": ["a", " "]}], r":1: `turns` is \['a', ' '\]; it must be a text, .* none of them blank"),
+    ([{"turns": ["a"], "history": [["b", "c"]]}], ":1: it has 'history' beside a question: give"),
+    ([5], ":1: a record must be an object, not int"),
+    ([{"messages": [{"role": "tool", "content": "a"}]}], ":1: `messages` has no message of a user"),
+    ([{"turns": ["a"], "question_id": 1}] * 2, "suite repeats question_id 1;"),
+    ([], " has no questions"),
+    ("nowhere", "suite 'nowhere' is not a file, .* poss list shows"),
+    ("chat?feild=a", "'feild' is not an option; there are field"),
+    ("chat?field=text", r"chat\.jsonl:1: has no `text`; it has question_id, category, turns"),
+    ("hub:owner/name", "suite 'hub:owner/name' is not one that poss list shows; give JSON lines"),
+    (["chat", "chat"], r"two suites are named 'chat'; names must differ: .*prompts/chat.jsonl, .*"),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED)
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch, given, words):
-    """Records by file and line; and suites and fields that do not exist."""
     monkeypatch.chdir(tmp_path)
-    if isinstance(given, list):
+    if isinstance(given, list) and given != ["chat", "chat"]:
         Path("suite.jsonl").write_text(lines(*given))
         given = "suite.jsonl"
     with pytest.raises((FileNotFoundError, ValueError), match=words):
