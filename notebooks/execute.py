@@ -4,6 +4,7 @@ Texts and figures stay; counters, times, warnings and second forms of an output 
 stays the same file, except for what it timed itself.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def executed(notebook: NotebookNode, folder: Path) -> NotebookNode:
         coalesce_streams=True,  # else printed text is split at random places
         record_timing=False,
     )
-    return client.execute(cleanup_kc=True)  # nbclient keeps a kernel alive that it was given
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `poss` is
+    return client.execute(cleanup_kc=True, env=os.environ | {"PATH": path})  # nbclient keeps a kernel that it was given
 
 
 def stripped(notebook: NotebookNode) -> NotebookNode:

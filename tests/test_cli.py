@@ -16,7 +16,7 @@ from poss_lightning.evaluation.rounds import read_rounds
 from poss_lightning.evaluation.suites import KNOWN
 from poss_lightning.versions import STACK
 from tests.support.command import Poss, left, says, unchanged
-from tests.support.documents import Command, parsed
+from tests.support.documents import parsed
 
 CONF = Path(__file__).parents[1] / "conf"
 EXTRACT = ("extract", "{inputs}/corpus.jsonl")
@@ -141,7 +141,7 @@ def test_the_first_line_of_a_yaml_file_names_the_commands_that_take_all_its_opti
     assert {*commands} <= {"fit", "validate", "sweep"} or {*commands} <= WORDS.keys()
     assert ("target" in given) == (file.parent.name == "target")
     for command in WORDS.keys() & {*commands}:
-        options = parsed(Command(0, "poss", [command, *WORDS[command], "--config", str(file)]))
+        options = parsed([command, *WORDS[command], "--config", str(file)])
         assert {name: options[name] for name in given} == given
 
 

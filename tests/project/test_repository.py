@@ -18,20 +18,9 @@ from tests.support.mutants import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "poss_lightning"
 
-# The picture in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
-LEVELS = {
-    0: {"files", "machine", "prepack", "ranges", "terminal", "versions"},
-    1: {"clock", "configs", "ranks", "work", "sampling", "losses", "metrics", "plots"},
-    2: {"target_model"},
-    3: {"corpus"},
-    4: {"draft", "features"},
-    5: {"training", "decoding", "interop"},
-    6: {"api", "evaluation", "serving"},
-    7: {"reports", "extraction", "synthesize", "shipped"},
-    8: {"doctor", "sweep"},
-    9: {"cli"},
-}
-LEVEL = {room: level for level, rooms in LEVELS.items() for room in rooms}
+# The table in ARCHITECTURE.md. A room is a module or a folder directly below poss_lightning/.
+TABLE = re.findall(r"^\| (\d) \| (.+?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+LEVEL = {room: int(level) for level, rooms in TABLE for room in re.findall(r"`(\w+)/?`", rooms)}
 
 # Where these libraries may be imported: rooms, or single modules of a room.
 LIGHTNING = ("features.datamodule", "training", "evaluation.probe")

@@ -204,9 +204,7 @@ def test_a_validation_is_a_table():
 def test_a_callback_adds_a_loss_term(poss, small, tmp_path, monkeypatch):
     """The module of docs/extending.md; the parser imports it, and the training then knows the term."""
     monkeypatch.syspath_prepend(tmp_path)
-    (page,) = [
-        block.text for block in blocks((ROOT / "docs/extending.md").read_text(), "python") if "# mine.py" in block.text
-    ]
+    (page,) = [code for code in blocks((ROOT / "docs/extending.md").read_text(), "python") if "# mine.py" in code]
     (tmp_path / "mine.py").write_text(page)
     with patch.dict(DISTRIBUTION_TERMS):
         result = poss("fit", *small, *ONE, "--trainer.callbacks+", "mine.Register", "--model.loss", "{hellinger: 1.0}")
