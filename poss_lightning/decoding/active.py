@@ -23,11 +23,7 @@ class ActiveRows:
         self.mask.fill_(1)
 
     def update(self, unfinished: list[int], may_drop: bool) -> list[int] | None:
-        """Keep only rows of unfinished prompts active.
-
-        Returns:
-            The rows to keep where half of them or fewer are active and others may go, as these cost time; else None.
-        """
+        """Keep only rows of unfinished prompts active; return them where the others, half or more, may be dropped."""
         rows = [row for row, prompt in enumerate(self.prompts) if prompt in unfinished]
         if may_drop and 2 * len(rows) <= len(self.prompts):
             return rows

@@ -16,7 +16,7 @@ Key = tuple[int, int, tuple[bool, ...]]  # rows of the batch, doublings of the t
 
 
 class AutoPlans:
-    """Chooses the plan of each round, and remembers costs from text to text.
+    """Chooses the plan of each round, and stores costs from text to text.
 
     Args:
         plan: the largest.
@@ -49,10 +49,7 @@ class AutoPlans:
         self.warmup_rounds_left = self.planner.begin(self.costs)
 
     def choose(self, key: Key, matches: list[int]) -> TreePlan:
-        """Choose the plan of the next round; `matches` are the tokens that matched in each row's lookup.
-
-        Longer texts, and fewer rows, have costs of their own where these were measured.
-        """
+        """Choose the plan of the next round, by what was measured for such texts; `matches` is of each row's lookup."""
         rows, doublings, kind = key
         measured = [k for k in self.measured if (k[0], k[2]) == (rows, kind) and k[1] <= doublings]
         before, self.costs = self.costs, self.measured[max(measured)] if measured else self.costs

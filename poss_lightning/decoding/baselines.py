@@ -53,10 +53,8 @@ class Generate(Decoder):
         flipped = pad_right([prompt[::-1] for prompt in prompts], self.target.device)
         slots = torch.arange(flipped.shape[1], device=flipped.device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=flipped.device)
-        drawing = {"do_sample": False}
-        if sampling.temperature:
-            names = ("temperature", "top_k", "top_p", "min_p")
-            drawing = {"do_sample": True} | {name: getattr(sampling, name) for name in names}
+        names = ("temperature", "top_k", "top_p", "min_p") if sampling.temperature else ()
+        drawing = {"do_sample": bool(names)} | {name: getattr(sampling, name) for name in names}
         cuda = [self.target.device] if self.target.device.type == "cuda" else []
         with torch.random.fork_rng(cuda, enabled=generator is not None), self.target.without_defaults() as model:
             if generator is not None:

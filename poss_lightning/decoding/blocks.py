@@ -20,7 +20,7 @@ from poss_lightning.target_model.spec import EmbedHead
 class BlockDrafter(TreeDrafter):
     """Drafts trees for B texts, all positions at once.
 
-    Its caches hold keys and values of the context, layer by layer; those of the current block follow.
+    Its caches hold keys and values of the context, layer by layer; those of the current block follow. P = K + 1.
 
     Arguments are those of `TreeDrafter`, but `tree_width` is the number of tokens tried per position. The tree_width²
     most probable prefixes of each depth are kept, which is exact for trees of up to as many nodes.

@@ -18,7 +18,7 @@ from poss_lightning.decoding.verification import Verdict
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target_model.model import Target
 
-_TURNS = WeakKeyDictionary[nn.Module, RLock]()  # of threads
+MODEL_LOCKS = WeakKeyDictionary[nn.Module, RLock]()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Decoder(ABC):
         """Yield the new tokens of every prompt, step by step.
 
         Raises:
-            ValueError: a limit below 1, or a prompt that is empty or fills the target's context.
+            ValueError: a limit below 1; a prompt that is empty, fills the target's context or has an unknown token.
         """
 
     def decode(
@@ -84,15 +84,14 @@ class Decoder(ABC):
         generator: torch.Generator | None = None,
         watch: Callable[[Progress], None] | None = None,
     ) -> list[Decoded]:
-        """New tokens of every prompt; arguments and errors are those of a `Request`, `stops` the target's by default.
+        """Decode a `Request`, whose arguments and errors these are; `stops` are the target's by default.
 
-        `watch` is called after each step; its seconds do not count. Threads with one model
-        wait for each other.
+        `watch` is called after each step; its seconds do not count. Threads with one model wait for each other.
         """
         stops = self.target.chat.stops if stops is None else stops
         texts: list[list[int]] = [[] for _ in prompts]
         accepted: list[list[int]] = [[] for _ in prompts]
-        with _TURNS.setdefault(self.target.model, RLock()):  # decoders have one set of caches, models one config
+        with MODEL_LOCKS.setdefault(self.target.model, RLock()):  # decoders have one set of caches, models one config
             clock = Clock(self.target.device)
             for step in self.rounds(Request(prompts, limit, stops, sampling, generator), clock):
                 for prompt, tokens in step.tokens.items():
@@ -107,15 +106,9 @@ class Decoder(ABC):
 
 
 def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
-    """Return how many new tokens each prompt may have: `limit`, or what the target's context leaves.
-
-    Raises:
-        ValueError: limit below 1, no prompts, a token the target does not have, or a prompt that fills the context.
-    """
+    """Return how many new tokens each prompt may have: `limit`, or what the context leaves; as `Decoder.rounds`."""
     if limit < 1:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
-    if not prompts:
-        raise ValueError("there are no prompts: give at least one")
     spec = target.spec
     for prompt in prompts:
         target.check_tokens(prompt, "a prompt")

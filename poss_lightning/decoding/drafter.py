@@ -19,7 +19,7 @@ class Drafter(Protocol):
     """Proposes a tree for each of B texts in each round. It changes how fast tokens come, never which.
 
     The engine calls `start`, then `append_context` with the prompts, then in every round `draft` and `append_context`.
-    On CUDA a round is captured: its tensors keep their shapes and places, and nothing waits for the device.
+    On CUDA a round is captured: its tensors keep their shapes and addresses, and nothing waits for the device.
 
     Attributes:
         depth: the longest path that it can propose.

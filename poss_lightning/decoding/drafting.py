@@ -5,6 +5,8 @@ specialist that will read it; only the root slot and the frontier nodes pass thr
 
 A slot joins a token with the feature on its left. Verified slots hold the target's features; the slots of drafted nodes
 follow them, level by level, and are overwritten in the next round.
+
+Letters here: M nodes of a frontier, k children of each.
 """
 
 from dataclasses import replace
@@ -59,7 +61,7 @@ class TreeDrafter:
         self.room = self.plan.tree_width * max(self.depth - 1, 0)  # drafted nodes but the last
         self.head_product = None if config.own_head else product_with(head)
         self.slots = Slots(0, 0, specialists.fc.weight.device)  # none, until `start`
-        # Keys and values of several layers in one product: (S, 2 * kv heads * d, Z)
+        # Keys and values of several layers in one product: (specialists, 2 * kv heads * d, Z)
         self.kv_weights = torch.stack([layer.kv_weight() for layer in specialists.layers])
         self.kv_products: dict[tuple[int, int], Product] = {}  # by the first layer and the one after the last
 
@@ -97,7 +99,7 @@ class TreeDrafter:
         With noise, "likely" means likely to be what the target draws with it.
         """
         width, device, levels, count = min(plan.tree_width, self.plan.tree_width), root.device, [root_tree(root)], 1
-        _, nodes, scores = levels[0]  # the frontier's places in the tree, and path scores
+        _, nodes, scores = levels[0]  # the frontier's nodes, and path scores
         if not plan.depth:
             return levels[0]
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + torch.arange(-1, self.depth - 1, device=device))
@@ -124,7 +126,7 @@ class TreeDrafter:
         return Tree(*(torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)))
 
     def step(self, position: int, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """One pass of the frontier through the specialist of `position`: features (B, M, D), logits (B, M, V)."""
+        """Pass the frontier through the specialist of `position`: features (B, M, D), logits (B, M, V)."""
         window, z, visible = self.specialists.config.window, frontier.z, frontier.visible
         if window is not None:  # of which position - 1 slots are drafted
             visible = visible & ~self.slots.verified(older_than=window - (position - 1))[:, None]
@@ -144,11 +146,11 @@ class TreeDrafter:
         """See `Drafter`."""
         return [self.root_z]
 
-    def _noise(self, noise: Noise | None, places: slice) -> Tensor | None:
-        """Return noise at some places of the tokens that the draft may propose: (B, n, V); None at temperature 0."""
-        if noise is None or (made := noise.first(places.stop)) is None:
+    def _noise(self, noise: Noise | None, positions: slice) -> Tensor | None:
+        """Return noise at some positions, of tokens that the draft may propose: (B, n, V); None at temperature 0."""
+        if noise is None or (made := noise.first(positions.stop)) is None:
             return None
-        made = made[:, places]
+        made = made[:, positions]
         return made if self.specialists.vocabulary is None else made.index_select(2, self.specialists.vocabulary)
 
     def _next_frontier(
@@ -156,9 +158,9 @@ class TreeDrafter:
     ) -> Frontier:
         """Make the frontier of position k + 1: `tokens` (B, M) under `parents` of the old one, right of `features`."""
         width = tokens.shape[1]
-        inherited = visible.gather(1, parents[..., None].expand(-1, -1, visible.shape[-1]))
+        of_parents = visible.gather(1, parents[..., None].expand(-1, -1, visible.shape[-1]))
         itself = self.slots.lengths[:, None] + torch.arange((k - 1) * width, k * width, device=tokens.device)  # (B, M)
-        visible = inherited.scatter_(2, itself[..., None], True)
+        visible = of_parents.scatter_(2, itself[..., None], True)
         z = self.specialists.join(self.embed_head.embed(tokens), self.specialists.next_features(features))
         self.slots.open(width, offset=(k - 1) * width, room=self.room)
         self._write_keys_values(z, rope, self.slots.index, first_reader=k + 1)
@@ -201,8 +203,8 @@ def top_log_probs(logits: Tensor, count: int, noise: Tensor | None = None) -> tu
         blocks = logits.unflatten(-1, (-1, BLOCK))
         chosen = blocks.amax(-1).topk(count, dim=-1).indices  # (..., count)
         within = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK)).flatten(-2)
-        best, places = within.topk(count, dim=-1)
-        rows = chosen.gather(-1, places // BLOCK) * BLOCK + places % BLOCK
+        best, index = within.topk(count, dim=-1)
+        rows = chosen.gather(-1, index // BLOCK) * BLOCK + index % BLOCK
     highest = best[..., :1]  # log_softmax of all V, or a logsumexp that seeks the highest itself, would cost more
     norm = logits.sub_(highest).exp_().sum(-1, keepdim=True).log_()  # in place: new memory would cost more than that
     log_probs = best - highest - norm

@@ -84,7 +84,6 @@ class Speculative(Decoder):
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
-        self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, graphs, target.has_graphs)
 
     @classmethod
@@ -98,9 +97,7 @@ class Speculative(Decoder):
     ) -> "Speculative":
         """Make an engine that drafts with a copy of specialists, in the target's dtype and on its device.
 
-        Args:
-            draft: None for lookups alone.
-            plan: its depth is the sum of the draft's allocation by default.
+        No draft leaves lookups alone; the plan's depth is the sum of the draft's allocation by default.
 
         Raises:
             ValueError: the draft was trained for a different target, or the tree is impossible.
@@ -115,17 +112,6 @@ class Speculative(Decoder):
         drafter = make_drafter(draft, target.embed_head, plan)
         return cls(target, drafter, drafter.plan, tree, graphs)
 
-    @property
-    def costs(self) -> Costs | None:
-        """What `tree: auto` first measured for a text that is decoded alone; None where it did not."""
-        measured = self.auto.measured if self.auto else {}
-        return next((costs for (rows, *_), costs in measured.items() if rows == 1), None)
-
-    @property
-    def why_plain(self) -> str | None:
-        """Why `tree: auto` stopped drafting the last texts, in a line; None where it did not."""
-        return self.auto and self.auto.why_plain
-
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
         """See `Decoder`."""
@@ -133,7 +119,6 @@ class Speculative(Decoder):
         outputs = OutputTracker(limits, request.stops)
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
-        self.request_id = request_id = self.request_id + 1
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active:
             self._drop_finished(outputs)
@@ -141,21 +126,18 @@ class Speculative(Decoder):
                 self.auto.begin(request.sampling, self._key(), self._measure, clock)
         yield began
         while outputs.active:
-            if self.request_id != request_id:
-                raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
             plan = self._choose_plan()
             done, host_copy = self._round(plan, clock)
             rows = self._learn(done, [HostRow.of(row) for row in host_copy.tolist()])  # the one synchronisation
             emitted = {prompt: outputs.append(prompt, row.tokens) for prompt, row in rows.items()}
-            tokens = {prompt: kept for prompt, (kept, _) in emitted.items()}
+            tokens = {prompt: taken for prompt, (taken, _) in emitted.items()}
             accepted = {prompt: count for prompt, (_, count) in emitted.items()}
             yield Progress(tokens, accepted, done.tree, done.verdict)
 
     # --- one round ---
 
     def _choose_plan(self) -> TreePlan:
-        """Return what the next round drafts and verifies."""
         matches = [self.matches[self.active.prompts[row]] for row in self.active.rows]
         return self.auto.choose(self._key(), matches) if self.auto else self.plan
 
@@ -170,11 +152,7 @@ class Speculative(Decoder):
         return of_prompt
 
     def _round(self, plan: TreePlan, clock: Clock) -> tuple[Round, Tensor]:
-        """Run one round of all rows; inactive ones do not advance, and their output means nothing.
-
-        Returns:
-            What it did; and what the host must know of it, a `HostRow` each: (B, 2 + K+1).
-        """
+        """Run one round of all rows, of which inactive ones do not advance; and a `HostRow` each: (B, 2 + K+1)."""
         slots, lookup = self.cache.slots, self.lookup
         lookup_state = [lookup.text, lookup.continuation, lookup.matched]
         state = [slots.lengths, self.root, self.sampler.in_text, *lookup_state, *self.drafter.state()]
@@ -270,31 +248,26 @@ class Speculative(Decoder):
     def _measure(self, again: bool) -> Costs:
         """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write.
 
-        Sizes that another draft of this target was verified with are not timed `again` unless that is asked.
+        Sizes that were timed for a different draft of this target are timed only `again`.
         """
-        logger.info("tree: auto times draft steps and verification on this machine, some seconds")
         plan, reach = self.plan, self.plan.reach
         candidates, noise = self.drafter.draft(self.root, plan), self._noise(reach).first(reach + 1)
 
         def verify(nodes: int) -> Callable[[], object]:
             tree = rerank(candidates, min(nodes, plan.nodes))
-            looked_up = torch.full_like(tree.tokens[:, :1], -1).expand(-1, nodes - tree.tokens.shape[1])
-            tree = join(tree, looked_up)
+            tree = join(tree, tree.tokens.new_full((len(self.root), nodes - tree.tokens.shape[1]), -1))
 
             def work() -> Tensor:
                 ancestors = ancestor_mask(tree.parents, reach)
                 return self._choose(tree, ancestors, self._verify(tree, ancestors)[1], noise)
 
-            return repeatable(nodes, work)
+            return partial(self.graphs.run_alone, ("timed", nodes), work)
 
-        def repeatable(name: int, work: Callable[[], object]) -> Callable[[], object]:
-            return partial(self.graphs.run_alone, ("timed", name), work)
-
-        draft = repeatable(0, partial(self.drafter.draft, self.root, plan))
+        draft = partial(self.graphs.run_alone, ("timed", 0), partial(self.drafter.draft, self.root, plan))
         shared = _VERIFY.setdefault(self.target.model, {}).setdefault((self._key(), self.graphs.enabled), {})
         with announced("timing draft steps and verification"):
-            steps, most = getattr(self.drafter, "steps", self.drafter.depth), plan.nodes + plan.lookup
-            measured = costs.measure(draft, steps, verify, most, self.target.device, {} if again else shared)
+            steps, max_nodes = getattr(self.drafter, "steps", self.drafter.depth), plan.nodes + plan.lookup
+            measured = costs.measure(draft, steps, verify, max_nodes, self.target.device, {} if again else shared)
         self.graphs.clear()
         shared |= {n: min(seconds, shared.get(n, seconds)) for n, seconds in measured.verify.items()}  # noise adds time
         return measured._replace(verify=shared)

@@ -17,7 +17,7 @@ NGRAM = 3  # last tokens to match, at most
 
 
 def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
-    """Choose how many looked-up tokens join a tree: as asked, or the usual number where trees are made for speed."""
+    """Choose how many looked-up tokens join a tree: the user's value, else 10 with tree=auto."""
     return DEFAULT_LOOKUP * (drafts and tree == "auto") if asked is None else asked
 
 
@@ -97,33 +97,28 @@ def join(tree: Tree, path: Tensor) -> Tree:
     drafted = torch.arange(nodes, device=path.device) > 0  # the root is its own parent, and no child
     for i in range(path.shape[1]):
         parents.append(at)
-        same = (
-            ((tree.tokens == tokens[:, i : i + 1]) & (tree.parents == at) & drafted).to(torch.int8).max(1, keepdim=True)
-        )
-        at = same.indices.where(same.values > 0, nodes + i)
+        same = (tree.tokens == tokens[:, i : i + 1]) & (tree.parents == at) & drafted
+        is_drafted, node = same.to(torch.int8).max(1, keepdim=True)
+        at = node.where(is_drafted > 0, nodes + i)
     scores = torch.zeros_like(path, dtype=tree.scores.dtype)  # the draft has none
     added = Tree(tokens, torch.cat([*parents, at[:, :0]], dim=1), scores)
     return Tree(*(torch.cat(parts, dim=1) for parts in zip(tree, added, strict=True)))
 
 
 class LookupAlone:
-    """The `Drafter` of an engine with lookups alone: every tree is its root."""
+    """The `Drafter` of an engine with lookups alone: every tree is its root, and it has no cache."""
 
     depth, layers, room = 0, (), 0
 
-    def start(self, slots: object) -> None:
-        """Nothing: it has no cache."""
+    def start(self, *_: object, **__: object) -> None:
+        """Do nothing."""
 
-    def append_context(self, tokens: object, draft_input: object, counts: object) -> None:
-        """Nothing, as the next root is given."""
+    append_context = select = start
 
     def draft(self, root: Tensor, plan: object, noise: object = None) -> Tree:
-        """The root."""
+        """Return the root."""
         return root_tree(root)
 
-    def select(self, rows: list[int]) -> None:
-        """Nothing: it keeps no rows."""
-
     def state(self) -> list[Tensor]:
-        """None."""
+        """Return nothing."""
         return []

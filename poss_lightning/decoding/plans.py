@@ -47,8 +47,7 @@ class TreePlan:
     def for_draft(self, config: DraftConfig) -> "TreePlan":
         """Return the plan with the draft's own depth where none is given, and no more nodes than are scored.
 
-        Raises:
-            ValueError: the draft cannot draft so deep, or there are too few nodes.
+        ValueError if the draft cannot draft so deep, or there are too few nodes.
         """
         depth = sum(config.allocation) if self.depth is None else self.depth
         config.check_depth(depth)

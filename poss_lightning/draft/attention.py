@@ -159,13 +159,13 @@ class _Tile(NamedTuple):
         seen = keys[self.keys]  # (kv, n, d)
         scores = (self.take(scaled, keys) @ seen.mT).float()
         slots = torch.arange(self.oldest, self.oldest + seen.shape[1], device=keys.device)  # (n,)
-        own = torch.arange(self.first, self.stop, device=keys.device)[:, None]  # (r, 1)
-        by_row = scores.view(len(seen), -1, len(own), len(slots))
+        queried = torch.arange(self.first, self.stop, device=keys.device)[:, None]  # (r, 1)
+        by_row = scores.view(len(seen), -1, len(queried), len(slots))
         near = max(self.first - self.skip, self.start) - self.oldest  # every query sees the slots before
-        by_row[..., near:].masked_fill_(slots[near:] > (own - self.skip).clamp(min=self.start), -torch.inf)
+        by_row[..., near:].masked_fill_(slots[near:] > (queried - self.skip).clamp(min=self.start), -torch.inf)
         if self.window is not None:
             far = self.stop - self.oldest - self.window  # every query sees the slots after
-            by_row[..., : max(far, 0)].masked_fill_(slots[: max(far, 0)] <= own - self.window, -torch.inf)
+            by_row[..., : max(far, 0)].masked_fill_(slots[: max(far, 0)] <= queried - self.window, -torch.inf)
         return scores
 
 
@@ -208,8 +208,8 @@ def flex_block(
             visible, None, None, total, total, device=queries.device, BLOCK_SIZE=FLEX_BLOCK
         )
     # Eager FlexAttention would keep all T x T scores.
-    out, found = compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
-    out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, found.lse))  # (H, B, T, ...)
+    out, aux = compiled(flex_attention)(*laid, block_mask=mask, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, norm = (x[0, :, : batch * count].unflatten(1, (batch, count)) for x in (out, aux.lse))  # (H, B, T, ...)
     return out.transpose(0, 1), norm.transpose(0, 1)
 
 

@@ -11,6 +11,8 @@ made from the target's inner layers, and all places of its own block, in both di
 
 In training blocks begin at all slots, or at some. Place k of the block at slot t is put where pass k of an unroll that
 began there would be, at slot t+k-1, and has the same loss and the same metrics.
+
+Letters here: N blocks, P = K + 1 places of each.
 """
 
 import torch
@@ -86,13 +88,13 @@ def draft_blocks(
     packing = packing or Packing.one_per_row(batch, count, draft_input.device)
     context, rope = draft.fuse(draft_input), draft.rope_at(packing.positions)  # (B, T, D)
     at = torch.arange(batch * count, device=embedded.device) if begins is None else begins  # (N,)
-    hidden = begin_blocks(draft, embedded.to(context.dtype).flatten(0, 1)[at])  # (N, P, D), P = K + 1
-    places = torch.arange(1, hidden.shape[1] + 1, device=embedded.device)
-    own_rope = draft.rope_at(packing.positions.expand(batch, -1).flatten()[at][:, None] + places)
+    hidden = begin_blocks(draft, embedded.to(context.dtype).flatten(0, 1)[at])  # (N, P, D)
+    offsets = torch.arange(1, hidden.shape[1] + 1, device=embedded.device)
+    block_rope = draft.rope_at(packing.positions.expand(batch, -1).flatten()[at][:, None] + offsets)
     for layer in draft.stack:
         keys_values = layer.context_keys_values(context, rope)
-        queries, own = layer.queries(hidden, own_rope), layer.keys_values(hidden, own_rope)
-        attended = attend_blocks(queries, keys_values, own, at, packing, draft.config.window)
+        queries, in_block = layer.queries(hidden, block_rope), layer.keys_values(hidden, block_rope)
+        attended = attend_blocks(queries, keys_values, in_block, at, packing, draft.config.window)
         hidden = layer.after_attention(hidden, attended)
     wide = hidden.new_zeros(batch, count + depth - 1, hidden.shape[-1])  # places beyond the row are cut
     return [wide.index_put((at // count, at % count + k - 1), hidden[:, k])[:, :count] for k in range(1, depth + 1)]
@@ -105,14 +107,14 @@ def begin_blocks(draft: Block, embedded: Tensor) -> Tensor:
 
 
 def attend_blocks(
-    queries: Tensor, context: KeysValues, own: KeysValues, at: Tensor, packing: Packing, window: int | None = None
+    queries: Tensor, context: KeysValues, in_block: KeysValues, at: Tensor, packing: Packing, window: int | None = None
 ) -> Tensor:
     """Attend from N blocks (N, H, P, d) to context and block, in one softmax.
 
     Args:
         queries: (N, H, P, d)
         context: (B, kv heads, T, d) each.
-        own: of the blocks, (N, kv heads, P, d) each.
+        in_block: (N, kv heads, P, d) each.
         at: (N,) slots where they begin, of the rows end to end.
         window: slots of the context that a block sees; None for all.
     """
@@ -123,8 +125,8 @@ def attend_blocks(
     attended, norm = block_on(queries.device)(split, *context, 0, packing, window)
     attended, norm = (x.transpose(1, 2).flatten(0, 1)[at].unflatten(1, (heads, places)) for x in (attended, norm))
     grouped = queries.unflatten(1, (kv_heads, -1))  # (N, kv, H/kv, P, d)
-    scores = (grouped * width**-0.5) @ own[0][:, :, None].mT  # (N, kv, H/kv, P, P)
+    scores = (grouped * width**-0.5) @ in_block[0][:, :, None].mT  # (N, kv, H/kv, P, P)
     norm = norm.view(*scores.shape[:-1], 1)
-    weights = torch.cat([norm, scores.float()], -1).softmax(-1).to(own[1].dtype)
-    out = attended.view(grouped.shape) * weights[..., :1] + weights[..., 1:] @ own[1][:, :, None]
+    weights = torch.cat([norm, scores.float()], -1).softmax(-1).to(in_block[1].dtype)
+    out = attended.view(grouped.shape) * weights[..., :1] + weights[..., 1:] @ in_block[1][:, :, None]
     return out.flatten(1, 2)

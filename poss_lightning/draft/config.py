@@ -12,7 +12,7 @@ from poss_lightning.ranges import MAX_POSITIONS, Position, Size, Tokens, refuse_
 from poss_lightning.target_model.spec import TargetSpec
 
 Kind = Literal["eagle2", "eagle3", "block"]
-LEAST_LAYERS = 4  # of a target whose inner layers are read
+MIN_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
@@ -117,9 +117,9 @@ class DraftConfig(DraftOptions):
         if self.one_pass:
             self._check_block()
         self.check_depth(self.depth)
-        if self.aux_layers and self.target.layers < LEAST_LAYERS:
+        if self.aux_layers and self.target.layers < MIN_LAYERS:
             raise ValueError(
-                f"kind is {self.kind}, which reads inner layers of a target with {LEAST_LAYERS} or more; "
+                f"kind is {self.kind}, which reads inner layers of a target with {MIN_LAYERS} or more; "
                 f"{self.target.name} has {self.target.layers}"
             )
         inside = range(1, self.target.layers)
@@ -208,7 +208,14 @@ class DraftConfig(DraftOptions):
         return self.specialists[min(position, len(self.specialists)) - 1]
 
     def kv_specialist(self, position: int, first: int) -> int:
-        """Return whose keys and values `position` reads of a slot that position `first` was first to read."""
+        """Return whose keys and values `position` reads of a slot that position `first` was first to read.
+
+        >>> for kv in ("separate", "shared"):
+        ...     config = DraftConfig(target=target, allocation=(2, 2), kv=kv)
+        ...     [config.kv_specialist(position, first=2) for position in (2, 3, 4)]
+        [0, 1, 1]
+        [0, 0, 0]
+        """
         return self.specialist_at(first if self.kv == "shared" else position)
 
     def kv_pairs(self, depth: int) -> set[tuple[int, int]]:
@@ -232,5 +239,5 @@ class DraftConfig(DraftOptions):
             stored = json.loads(text)
             return cls(**stored | {"target": TargetSpec(**stored["target"])})
         except (KeyError, TypeError, ValueError, AttributeError) as error:  # JSON's among them
-            known = ", ".join(field.name for field in fields(cls))
-            raise ValueError(f"{where} is not a draft's config ({error}); its fields are {known}") from error
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"{where} is not a draft's config ({error}); its fields are {names}") from error

@@ -39,7 +39,7 @@ def decode_digests(text: str) -> frozenset[int]:
 
 def shipped() -> list[str]:
     """List the drafts that come with the package, e.g. embedded-hass."""
-    return sorted(folder.name for folder in SHIPPED.iterdir()) if SHIPPED.is_dir() else []
+    return sorted(folder.name for folder in SHIPPED.iterdir())
 
 
 def local_folder(source: str | Path) -> Path:
@@ -49,18 +49,17 @@ def local_folder(source: str | Path) -> Path:
 
 def find_draft(source: str | Path) -> Path:
     """Return the folder of a draft: local, shipped, or downloaded from the hub. Raises FileNotFoundError."""
-    if (folder := local_folder(source)).is_dir():
+    if (folder := local_folder(source)).exists():
         return folder
-    known = ", ".join(shipped()) or "none"
-    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped draft: {known}")
+    return fetch(str(source), "draft", [CONFIG, WEIGHTS], f", nor a shipped draft: {', '.join(shipped())}")
 
 
 def check_state(state: Mapping[str, Tensor]) -> None:
     """Raise ValueError for weights that are not real numbers, or not finite in float32, which no draft can use."""
     for name, value in state.items():
-        whole = name == "vocabulary"
-        if not (value.dtype in (torch.int32, torch.int64) if whole else value.is_floating_point()):
-            raise ValueError(f"{name} is {value.dtype}; it must be {'whole' if whole else 'real'} numbers")
+        kind = "whole" if name == "vocabulary" else "real"
+        if not (value.is_floating_point() if kind == "real" else value.dtype in (torch.int32, torch.int64)):
+            raise ValueError(f"{name} is {value.dtype}; it must be {kind} numbers")
         if wrong := int((~value.float().isfinite()).sum()):
             raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
 
@@ -88,40 +87,32 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def published_format(stored: dict[str, Any]) -> tuple[str, str]:
     """Return the format of a published draft, and what in its config.json says so; "eagle" where nothing does."""
-    listed, own = stored.get("architectures"), stored.get(OWN)
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    if SERVED in names and isinstance(own, dict):  # as our plugin for vLLM loads it
-        return ("speed" if own.get("kind") == "eagle3" else "poss"), SERVED
+    names, ours = stored.get("architectures") or [], stored.get(OWN)
+    if SERVED in names and ours:  # as our plugin for vLLM loads it
+        return ("speed" if ours.get("kind") == "eagle3" else "poss"), SERVED
     mark = next((mark for mark in PUBLISHED if mark in (*stored, *names)), "")
     return PUBLISHED.get(mark, "eagle"), mark or next(iter(names), "architectures")
 
 
-def check_draft(source: str | Path, folder: Path | None = None) -> None:
-    """Raise ValueError for what is not a draft, where it is known what to give; `folder` is that of a hub id."""
-    if what := _describe_other(folder or Path(source), source):
-        raise ValueError(f"{source} is {what}")
-
-
-def _describe_other(path: Path, source: str | Path) -> str:
-    """Say what a path is, and how to get a draft of it; empty for a draft, and for what is unknown."""
+def check_draft(path: Path, source: str | Path) -> None:
+    """Raise ValueError for what is not a draft, where it is known what to give; `source` is what the user named."""
     if path.is_file():
-        return "a file; a draft is a folder with config.json and model.safetensors, or a training's checkpoint, *.ckpt"
-    if (path / "config.json").is_file():
-        return _describe_config(read_json(path / "config.json"), path, source)
-    if drafts := [each for name in ("draft-best", "draft-last", "*/draft-best") for each in sorted(path.glob(name))]:
-        return f"a training's folder; its draft is {drafts[0]}"
-    if checkpoints := [*path.glob("last.ckpt"), *path.glob("checkpoints/last.ckpt"), *sorted(path.glob("*.ckpt"))]:
-        return f"a folder of checkpoints; give one of them, as {checkpoints[0]}"
-    return ""
+        raise ValueError(
+            f"{source} is a file; a draft is a folder with {CONFIG} and {WEIGHTS}, or a checkpoint, *.ckpt"
+        )
+    if (path / CONFIG).is_file():
+        return _check_config(read_json(path / CONFIG), path, source)
+    places = ("draft-best", "draft-last", "*/draft-best", "last.ckpt", "checkpoints/last.ckpt", "*.ckpt")
+    if drafts := [draft for place in places for draft in sorted(path.glob(place))]:
+        raise ValueError(f"{source} is a training's folder; its draft is {drafts[0]}")
 
 
-def _describe_config(stored: dict[str, Any], folder: Path, source: str | Path) -> str:
-    """What a folder with a config.json of others is: a model, or a draft in a published format; empty for ours."""
-    if "allocation" in stored or "target" in stored or not {"architectures", "model_type"} & stored.keys():
-        return ""
-    (kind, mark), layers = published_format(stored), stored.get("num_hidden_layers")
-    is_model = (isinstance(layers, int) and layers > 1) or (folder / "tokenizer.json").is_file()
-    if kind == "eagle" and is_model and OWN not in stored:
-        return "a whole model: it may be the target, and a draft is trained for it"
+def _check_config(stored: dict[str, Any], folder: Path, source: str | Path) -> None:
+    """Raise ValueError for the config.json of a model, or of a draft in a published format."""
+    if "allocation" in stored or not {"architectures", "model_type"} & stored.keys():
+        return
+    kind, mark = published_format(stored)
+    if kind == "eagle" and OWN not in stored and (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{source} is a whole model: it may be the target, and a draft is trained for it")
     convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
-    return f"a draft in a published format (its config.json has {mark}); one of ours is written by: {convert}"
+    raise ValueError(f"{source} is a draft in a published format (its config.json has {mark}); convert it: {convert}")

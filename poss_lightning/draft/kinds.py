@@ -106,8 +106,7 @@ class Eagle3(Chain):
         ids, other_ids = (
             torch.arange(total) if draft.vocabulary is None else draft.vocabulary.cpu() for draft in (self, other)
         )
-        kept = other.lm_head.weight.data[torch.isin(other_ids, ids)]
-        self.lm_head.weight.data[torch.isin(ids, other_ids)] = kept
+        self.lm_head.weight.data[torch.isin(ids, other_ids)] = other.lm_head.weight.data[torch.isin(other_ids, ids)]
 
 
 PREFIX = "draft."  # of the draft's tensors in the state of `DraftModule`
@@ -145,15 +144,13 @@ Parts = tuple[DraftConfig, dict[str, Tensor], str, Path]  # with the digests of 
 def _read_checkpoint(source: str | Path) -> Parts:
     stored, path = load_checkpoint(Path(source)), Path(source)
     weights = {
-        name.removeprefix(PREFIX): each for name, each in stored["state_dict"].items() if name.startswith(PREFIX)
+        name.removeprefix(PREFIX): value for name, value in stored["state_dict"].items() if name.startswith(PREFIX)
     }
     return DraftConfig.from_json(stored["draft"], path), weights, stored.get(TRAINED_ON, ""), path
 
 
 def _read_folder(source: str | Path) -> Parts:
-    check_draft(source)
-    folder = find_draft(source)
-    check_draft(source, folder)
+    check_draft(folder := find_draft(source), source)
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is not a draft: it has no {name}")

@@ -65,13 +65,13 @@ class Specialist(nn.Module):
         Raises:
             RuntimeError: other sizes, or a narrower MLP.
         """
-        ours, theirs = self.state_dict(), other.state_dict()
+        new, state = self.state_dict(), other.state_dict()
         inner = other.down_proj.in_features
         for name in ("gate_proj.weight", "up_proj.weight"):
-            theirs[name] = torch.cat([theirs[name], ours[name][inner:]])
-        beyond = torch.zeros_like(ours["down_proj.weight"][:, inner:])
-        theirs["down_proj.weight"] = torch.cat([theirs["down_proj.weight"], beyond], dim=1)
-        self.load_state_dict(theirs)
+            state[name] = torch.cat([state[name], new[name][inner:]])
+        beyond = torch.zeros_like(new["down_proj.weight"][:, inner:])
+        state["down_proj.weight"] = torch.cat([state["down_proj.weight"], beyond], dim=1)
+        self.load_state_dict(state)
         self.norm_before_residual = other.norm_before_residual
 
     # --- where the layouts differ ---

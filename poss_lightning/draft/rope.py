@@ -16,9 +16,9 @@ class Rope(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def at(self, place: int) -> "Rope":
+    def at(self, i: int) -> "Rope":
         """Return the angles of one of the T positions, for any number of slots there."""
-        return Rope(self.cos[:, :, place : place + 1], self.sin[:, :, place : place + 1])
+        return Rope(self.cos[:, :, i : i + 1], self.sin[:, :, i : i + 1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class RopeScaling:
 
     def __call__(self, frequencies: Tensor) -> Tensor:
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return frequencies * (kept + (1 - kept) / self.factor)
+        fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (fast + (1 - fast) / self.factor)
 
 
 def rope_at(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:

@@ -1,9 +1,8 @@
 """What drafts of all kinds share: one `fc`, and a decoder layer for every run of positions; `kinds.py` has the rest."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -17,18 +16,8 @@ from poss_lightning.files import atomic
 from poss_lightning.prepack import Product
 from poss_lightning.target_model.spec import EmbedHead
 
-# options that a draft takes over with the weights that it starts from
+# Fields of the config that a draft takes over with the weights that it starts from.
 INHERITED = ("rope_theta", "rope_scaling", "norm_before_residual", "norm_before_fc")
-
-
-class Layers(nn.ModuleList):
-    """The layers of specialists, or of a block draft, in order; it tells a type checker what they are."""
-
-    if TYPE_CHECKING:
-
-        def __getitem__(self, index: int) -> Specialist: ...
-
-        def __iter__(self) -> Iterator[Specialist]: ...
 
 
 class DraftModel(nn.Module):
@@ -50,6 +39,7 @@ class DraftModel(nn.Module):
     """
 
     layer_type: type[Specialist] = Specialist
+    layers: Sequence[Specialist]  # an nn.ModuleList: of specialists, or of a block draft
     trained_on: frozenset[int] = frozenset()
     vocabulary: Tensor | None
     scale: Tensor  # (inputs of `fc`,)
@@ -61,7 +51,8 @@ class DraftModel(nn.Module):
         _check_vocabulary(vocabulary, config)
         self.config, width = config, config.target.hidden_size
         self.fc = nn.Linear((len(config.aux_layers) or 2) * width, width, bias=not config.aux_layers)
-        self.layers = Layers(self.layer_type(config) for _ in range(config.layer_count))
+        layers = nn.ModuleList(self.layer_type(config) for _ in range(config.layer_count))
+        self.layers = layers  # pyright: ignore[reportAttributeAccessIssue]
         self.add_modules(config)
         self.register_buffer("vocabulary", vocabulary)
         self.register_buffer("scale", torch.ones(self.fc.in_features))  # of the input of `fc`; not learnt
@@ -126,14 +117,14 @@ class DraftModel(nn.Module):
         Raises:
             ValueError: the targets, kinds, layers, norms or other sizes differ.
         """
-        ours, theirs = self.config, other.config
-        if difference := ours.target.difference(theirs.target):
+        config, start = self.config, other.config
+        if difference := config.target.difference(start.target):
             raise ValueError(f"the draft to start from has a different target: {difference}")
         for name in ("kind", "aux_layers", "norm_eps"):
-            if (own := getattr(ours, name)) != (its := getattr(theirs, name)):
-                raise ValueError(f"the draft to start from has {name} {its}, and this one {own}")
+            if (value := getattr(config, name)) != (other_value := getattr(start, name)):
+                raise ValueError(f"the draft to start from has {name} {other_value}, and this one {value}")
         for name in ("fc_norm", "norm_output"):
-            if getattr(theirs, name) and not getattr(ours, name):
+            if getattr(start, name) and not getattr(config, name):
                 raise ValueError(f"the draft to start from has {name}, and this one has not: make {name} true")
         try:
             self.copy_from(other)

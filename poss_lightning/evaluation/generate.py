@@ -80,7 +80,7 @@ def generate(
         said = model.chat.text(decoded.tokens)
         plain = ask(alone, limit=len(decoded.tokens)) if is_compared else None
         print(f"{printable(said if show else pieces.rest())}\n\n{_speed(decoded, plain, decoder)}")
-        if isinstance(decoder, Speculative) and (why := decoder.why_plain):
+        if isinstance(decoder, Speculative) and decoder.auto and (why := decoder.auto.why_plain):
             logger.info("%s. --tree fixed drafts nevertheless", why)
         messages.append({"role": "assistant", "content": said})
 

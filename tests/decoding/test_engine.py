@@ -112,7 +112,7 @@ def test_costs_reach_the_largest_tree_with_all_looked_up_tokens(target, monkeypa
     monkeypatch.setattr("poss_lightning.decoding.costs.TIME_BUDGET_S", 0)
     engine = speculate(target, tiny_draft(target, [4]), tree_width=1, tree="auto", lookup=6)
     engine.decode([[5, 9, 20]], 3, frozenset())
-    assert engine.plan.nodes == 5 and max(engine.costs.verify) == 11
+    assert engine.plan.nodes == 5 and max(engine.auto.costs.verify) == 11
     assert engine.auto.planner.sizes.max() == 5
 
 
@@ -234,7 +234,6 @@ def test_costs_are_measured_where_a_text_begins_once_per_doubling(target, monkey
         text = [[5] * prompt]
         assert tokens_of(speculative, text, 40, frozenset()) == tokens_of(plain, text, 40, frozenset())
         assert list(seen) == measured and speculative.auto.costs == seen[last]
-    assert speculative.costs == seen[10]
 
 
 def test_verification_is_timed_once_for_all_drafts_of_a_target(target, monkeypatch):

@@ -72,4 +72,4 @@ def test_without_a_draft_auto_looks_up_where_that_pays(target):
     (decoded,) = engine.decode(REPEATED, 60, frozenset(), watch=watch)
     assert [decoded.tokens] == tokens_of(Autoregressive(target), REPEATED, 60, frozenset())
     assert all(size == 1 for size, matched in zip(sizes[1:], found[:-1], strict=True) if not matched)
-    assert max(sizes) > 3 and engine.why_plain is None
+    assert max(sizes) > 3 and engine.auto.why_plain is None
