@@ -45,10 +45,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         temporary.mkdir()
         with _name_full_disk(path, temporary / "rest"):
             yield temporary
-            for each in [*temporary.rglob("*"), temporary]:
-                if each.is_file():
-                    each.chmod(temporary.stat().st_mode & 0o666)
-                _sync(each)
+            for written in [*temporary.rglob("*"), temporary]:
+                if written.is_file():
+                    written.chmod(temporary.stat().st_mode & 0o666)
+                _sync(written)
         check_new(path)  # of two processes the first to finish has it
         temporary.rename(path)
     _sync(path.parent)

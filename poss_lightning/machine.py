@@ -71,12 +71,12 @@ def check_kernel_tools() -> None:
     header = Path(sysconfig.get_paths(scheme="posix_prefix")["include"]) / "Python.h"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # where Triton looks
     names = " or ".join(compilers)
-    for found, needed in (
+    for is_here, needed in (
         (find_spec("triton"), "the package triton; it comes with torch for CUDA: pip install torch"),
         (any(map(shutil.which, compilers)), f"a C compiler, here {names}: apt-get install gcc, or set CC to yours"),
         (header.is_file(), f"Python's header {header}: apt-get install python3-dev"),
     ):
-        if not found:
+        if not is_here:
             raise ValueError(f"on a GPU attention is compiled before the first step, which needs {needed}")
 
 
@@ -143,7 +143,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device_async(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor of the host to a device, without waiting for what is queued there."""
     if device.type in ("cpu", "mps"):
         return tensor.to(device)

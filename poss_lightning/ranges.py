@@ -71,17 +71,17 @@ def check_numbers(function: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 def near(name: str, known: Iterable[str]) -> str:
     """Ask for the known name that was meant: the nearest, or that of which a part or the initials are given."""
-    initials = {each: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", each) for each in known}
-    meant = [each for each, short in initials.items() if each.endswith(f".{name}") or short == name]
+    initials = {option: re.sub(r"([a-z])[a-z]*(_|$)", r"\1", option) for option in known}
+    meant = [option for option, short in initials.items() if option.endswith(f".{name}") or short == name]
     meant = meant or get_close_matches(name, initials, 1)
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def refuse_unknown(options: Iterable[str], *owners: Callable[..., Any]) -> None:
     """Raise TypeError for the first option that none of some functions or classes takes, with the nearest one."""
-    kinds = {name: each.kind for owner in owners for name, each in signature(owner).parameters.items()}
-    taken = Parameter.VAR_KEYWORD in kinds.values() and len(owners) == 1
-    for name in () if taken else options:
+    kinds = {name: parameter.kind for owner in owners for name, parameter in signature(owner).parameters.items()}
+    takes_any = Parameter.VAR_KEYWORD in kinds.values() and len(owners) == 1
+    for name in () if takes_any else options:
         if name not in kinds:
             raise TypeError(f"{owners[0].__name__} takes no {name}{near(name, kinds)}")
 
@@ -110,7 +110,7 @@ def has_range(hint: Any) -> bool:
 def describe_refusal(error: ValidationError, *name: str) -> str:
     """Return what pydantic refuses, in one line: where it is, its value, and what would be right."""
     first, *others = error.errors()
-    same = [each["loc"] for each in (first, *others) if name or each["loc"][:1] == first["loc"][:1]]
+    same = [other["loc"] for other in (first, *others) if name or other["loc"][:1] == first["loc"][:1]]
     common = [str(parts[0]) for parts in zip(*same, strict=False) if len({*parts}) == 1]  # a union's end in a type
     where = ".".join([*name, *common])
     if first["type"] == "missing":

@@ -153,8 +153,8 @@ class TokenSampler:
         begins = torch.arange(len(noise), device=noise.device)[:, None] * noise.shape[1]
         rows, noise, chosen = (begins + index).flatten(), noise.flatten(0, 1), []
         size = LOGIT_ROWS[logits.device.type != "cpu"]
-        for own, row in zip(logits.flatten(0, 1).split(size), rows.split(size), strict=True):
-            chosen.append(self._draw(own.float(), noise.index_select(0, row)))
+        for part, row in zip(logits.flatten(0, 1).split(size), rows.split(size), strict=True):
+            chosen.append(self._draw(part.float(), noise.index_select(0, row)))
         return torch.cat(chosen).view(index.shape)
 
     def _draw(self, logits: Tensor, noise: Tensor) -> Tensor:
@@ -164,8 +164,8 @@ class TokenSampler:
             return argmax(noise.add_(kind.filter(logits, self.temperature)))
         # Whether one token is in the nucleus is told sooner than which ones are; the host asks, as it may on a CPU.
         drawn, p = argmax(noise + logits), (logits / self.temperature).softmax(-1)
-        likelier = p.masked_fill(p <= p.gather(-1, drawn[:, None]), 0).sum(-1)
-        if len(cut := (likelier >= kind.top_p - NEAR).nonzero()[:, 0]):
+        above = p.masked_fill(p <= p.gather(-1, drawn[:, None]), 0).sum(-1)  # mass of more likely tokens
+        if len(cut := (above >= kind.top_p - NEAR).nonzero()[:, 0]):
             drawn[cut] = argmax(noise[cut].add_(kind.filter(logits[cut], self.temperature)))
         return drawn
 
@@ -203,8 +203,8 @@ class Noise:
 
     def first(self, count: int) -> Tensor | None:
         """Return the noise at the first `count` of n places: (B, count, V); None at temperature 0."""
-        known = 0 if self.made is None else self.made.shape[1]
-        if count > known and (more := self.sampler.noise(self.places[:, known:count])) is not None:
+        done = 0 if self.made is None else self.made.shape[1]
+        if count > done and (more := self.sampler.noise(self.places[:, done:count])) is not None:
             self.made = more if self.made is None else torch.cat([self.made, more], dim=1)
         return None if self.made is None else self.made[:, :count]
 
@@ -257,11 +257,8 @@ def _exact(p: Tensor) -> Tensor:
 
 def _nucleus_floor(p: Tensor, share: float) -> Tensor:
     """Return the smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
-    bits, amounts, needed = (
-        p.view(torch.int32),
-        _exact(p),
-        _exact(torch.tensor(share)).item(),
-    )  # as bits floats sort too
+    bits = p.view(torch.int32)  # as which floats sort, too
+    amounts, needed = _exact(p), _exact(torch.tensor(share)).item()
     floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(amounts[..., :1])  # sum above the digits so far
     for shift, width in DIGITS:
         digit = (bits >> shift) - (floor >> shift)
@@ -269,7 +266,7 @@ def _nucleus_floor(p: Tensor, share: float) -> Tensor:
         mass = amounts.new_zeros(*p.shape[:-1], 1 << width)
         mass.scatter_add_(-1, digit.clamp(0, (1 << width) - 1).long(), amounts * inside)
         total = mass.flip(-1).cumsum(-1).flip(-1)  # of this digit and larger ones
-        found = ((above + total >= needed).sum(-1, keepdim=True) - 1).clamp(min=0)
-        above = above + (total - mass).gather(-1, found)
-        floor = floor + (found << shift).to(torch.int32)
+        chosen = ((above + total >= needed).sum(-1, keepdim=True) - 1).clamp(min=0)
+        above = above + (total - mass).gather(-1, chosen)
+        floor = floor + (chosen << shift).to(torch.int32)
     return floor.view(torch.float32)

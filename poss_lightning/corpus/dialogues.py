@@ -60,9 +60,10 @@ def write_dialogues(
             f"{target.spec.name} reads: lower turns, user_tokens or answer_tokens"
         )
     write = partial(_write_batch, PlainDecoder(target), turns, user, answer, openings, batch_size)
-    given = {"chat_template_kwargs": settings["chat_template_kwargs"]} if settings["chat_template_kwargs"] else {}
+    variables = settings["chat_template_kwargs"]
+    template = {"chat_template_kwargs": variables} if variables else {}
     with corpus.claim(settings):
-        records = (record | given for record in islice(_records(corpus, write, seed), conversations))
+        records = (record | template for record in islice(_records(corpus, write, seed), conversations))
         corpus.finish(list(tqdm(records, total=conversations, unit="conversation", desc="synthesize")))
 
 
@@ -70,31 +71,28 @@ def read_openings(file: str | None) -> list[str]:
     """Read the non-blank lines of a text file; ValueError if there are none."""
     if file is None:
         return []
-    try:
-        text = Path(file).read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"openings {file} is not UTF-8 text: {error}") from None
-    if not (found := [line for line in text.splitlines() if line.strip()]):
+    lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    if not (openings := [line for line in lines if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")
-    return found
+    return openings
 
 
 def _records(corpus: CorpusWriter, write: "partial[list[Messages]]", seed: int) -> Iterator[dict]:
     """Yield conversations with distinct first messages for as long as the target writes new ones."""
-    known: set[str] = set()
+    firsts: set[str] = set()
     without_new = 0  # batches in a row
     for number in count():
-        before = len(known)
+        before = len(firsts)
         for messages in corpus.batch(number, partial(write, seed * 1_000_003 + number)):
-            if messages[0]["content"] not in known:
-                yield {"id": f"{seed}-{len(known):06d}", "messages": messages}
-                known.add(messages[0]["content"])
-        without_new = 0 if len(known) > before else without_new + 1
+            if messages[0]["content"] not in firsts:
+                yield {"id": f"{seed}-{len(firsts):06d}", "messages": messages}
+                firsts.add(messages[0]["content"])
+        without_new = 0 if len(firsts) > before else without_new + 1
         if without_new == _PATIENCE:
             corpus.work.clear()
             raise ValueError(
-                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(known)} of them: "
-                + ("ask for fewer" if known else "change its tokens, or the openings")
+                f"the target wrote no new conversation in {_PATIENCE} batches, after {len(firsts)} of them: "
+                + ("ask for fewer" if firsts else "change its tokens, or the openings")
             )
 
 
@@ -110,10 +108,8 @@ def _write_batch(
     generator = torch.Generator().manual_seed(seed)
     conversations: list[Messages] = [[] for _ in range(size)]
     full: list[Messages] = []
-    beginnings = [""] * size
-    if openings:
-        chosen: list[int] = torch.randint(len(openings), (size,), generator=generator).tolist()
-        beginnings = [openings[i] for i in chosen]
+    chosen: list[int] = torch.randint(len(openings), (size,), generator=generator).tolist() if openings else []
+    beginnings = [openings[i] for i in chosen] or [""] * size
     for role, choice in (("user", user), ("assistant", answer)) * turns:
         if role == "user":
             prompts = [chat.user_prompt(*pair) for pair in zip(conversations, beginnings, strict=True)]

@@ -51,15 +51,15 @@ def stem(source: str) -> str:
     return next((name.removesuffix(ending) for ending in ENDINGS if name.endswith(ending)), name)
 
 
-def options_of(source: str, *known: str) -> tuple[str, dict[str, str]]:
-    """Split `place?name=value&name=value` into place and options; ValueError for an unknown option or no value."""
-    place, mark, query = source.partition("?")
+def options_of(source: str, *names: str) -> tuple[str, dict[str, str]]:
+    """Split `NAME?option=value&option=value` into name and options; ValueError for an unknown option or no value."""
+    path, mark, query = source.partition("?")
     pairs = (option.partition("=") for option in (query.split("&") if mark else ()))
     options = {name: value for name, _, value in pairs}
     for name, value in options.items():
-        if name not in known or not value:
-            raise ValueError(f"{source!r}: {name!r} is not an option; there are {', '.join(known)}, each NAME=VALUE")
-    return place, options
+        if name not in names or not value:
+            raise ValueError(f"{source!r}: {name!r} is not an option; there are {', '.join(names)}, each NAME=VALUE")
+    return path, options
 
 
 def unique_name(name: str, used: dict[str, int]) -> str:
@@ -116,13 +116,13 @@ def _lines(file: BufferedIOBase) -> Iterator[tuple[int, bytes]]:
 def _values(path: Path, file: BufferedIOBase, first: bytes) -> Iterator[tuple[int, object]]:
     """Yield the elements of a file of one value; or its lines, if the first is malformed."""
     try:
-        found = parse_line(file.read() or b"[]")
+        value = parse_line(file.read() or b"[]")
     except Malformed as error:
         if first.lstrip().startswith(b"["):
             raise CorpusError(f"{path} is {error}") from error
         file.seek(0)
         return _lines(file)
-    return enumerate(found if isinstance(found, list) else [found], 1)
+    return enumerate(value if isinstance(value, list) else [value], 1)
 
 
 def _is_json(line: bytes) -> bool:
@@ -146,9 +146,9 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 def without_nulls(value: Any) -> Any:
     """Drop the null fields that a table adds where only other rows have values; a turn's content stays."""
     if isinstance(value, dict):
-        kept = ("content", "value") if {"role", "from"} & value.keys() else ()
-        given = [(key, part) for key, part in value.items() if key in kept or (part is not None and part == part)]
-        return {key: without_nulls(part) for key, part in given}  # NaN does not equal itself
+        always = ("content", "value") if {"role", "from"} & value.keys() else ()
+        fields = [(key, part) for key, part in value.items() if key in always or (part is not None and part == part)]
+        return {key: without_nulls(part) for key, part in fields}  # NaN does not equal itself
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 

@@ -161,15 +161,15 @@ def system_of(record: dict[str, Any]) -> list[Message]:
 
 def template_of(record: dict[str, Any]) -> dict[str, Any]:
     """Read a record's variables for the chat template; Malformed if they have other types."""
-    given = unpacked(record.get("chat_template_kwargs") or {})
+    variables = unpacked(record.get("chat_template_kwargs") or {})
     tools = unpacked(record.get("tools") or record.get("functions")) or []
     tools = list(map(unpacked, tools)) if isinstance(tools, list) else tools
-    if not isinstance(given, dict):
-        raise Malformed(f"'chat_template_kwargs' must be an object, not {type(given).__name__}")
+    if not isinstance(variables, dict):
+        raise Malformed(f"'chat_template_kwargs' must be an object, not {type(variables).__name__}")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Malformed("'tools' must be a list of functions")
     tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    return given | ({"tools": tools} if tools else {})
+    return variables | ({"tools": tools} if tools else {})
 
 
 def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
@@ -182,9 +182,9 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     answered = filled(record, *_ANSWERED)
     if asked and answered:
         thoughts = {key: record[key] for key in THOUGHT_FIELDS if isinstance(record.get(key), str | list)}
-        beside = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
+        thoughts = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
         _refuse_thoughts(record, *THOUGHT_FIELDS)
-        answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **beside}]
+        answer = as_chat(record[answered]) or [{"role": "assistant", "content": _one(record, answered), **thoughts}]
         question = as_chat(question) or [{"role": "user", "content": question}]
         if read_message(question[-1], asked)["role"] == "assistant":
             raise Malformed(f"{asked!r} ends with the assistant, and {answered!r} may continue it: give 'messages'")
@@ -203,7 +203,7 @@ def _refuse_thoughts(record: dict[str, Any], *read: str) -> None:
 
 
 def chat_of(record: dict[str, Any]) -> tuple[str, list[Any]]:
-    """Return name and turns of the field with a whole chat; "" and no turns if there is none."""
+    """Return name and turns of the field with a whole chat; "" and no turns without one."""
     for key in CHATS:
         if turns := _alternating(unpacked(record.get(key))):
             if not isinstance(turns, list):
@@ -224,14 +224,14 @@ def _alternating(turns: Any) -> Any:
 
 
 def question_of(record: dict[str, Any]) -> tuple[str, Any]:
-    """Return name and value (text or turns) of the field with the one question; "" and None if there is none."""
+    """Return name and value (text or turns) of the field with the one question; "" and None without one."""
     refuse_history(record)
     asked = filled(record, *_ASKED) or ""
     question = as_chat(record.get(asked)) or _one(record, asked)
-    for beside in ("input", "context"):
-        if isinstance(question, str) and beside != asked and record.get(beside):
-            if not isinstance(more := _one(record, beside), str):
-                raise Malformed(f"{beside!r} must be a text, not {type(more).__name__}")
+    for key in ("input", "context"):
+        if isinstance(question, str) and key != asked and record.get(key):
+            if not isinstance(more := _one(record, key), str):
+                raise Malformed(f"{key!r} must be a text, not {type(more).__name__}")
             question = f"{question}\n\n{more}"
     return asked, question
 
@@ -268,11 +268,11 @@ def make_regular(messages: list[Message]) -> list[Message]:
     filled = [message for message in messages if message["role"] != "system" or message["content"].strip()]
     first = first_user(filled)
     started = (message for i, message in enumerate(filled) if i >= first or message["role"] == "system")
-    kept = list(takewhile(_says_something, started))
-    while kept and kept[-1]["role"] != "assistant":
-        kept.pop()
+    answered = list(takewhile(_says_something, started))
+    while answered and answered[-1]["role"] != "assistant":
+        answered.pop()
     regular: list[Message] = []
-    for message in kept:
+    for message in answered:
         if regular and message["role"] == regular[-1]["role"] == "user":
             regular[-1] = regular[-1] | {"content": f"{regular[-1]['content']}\n\n{message['content']}"}
         else:
@@ -281,7 +281,7 @@ def make_regular(messages: list[Message]) -> list[Message]:
 
 
 def first_user(messages: list[Message]) -> int:
-    """Return the index of the first user message, or the number of messages if there is none."""
+    """Return the index of the first user message, or the number of messages without one."""
     return next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
 
 

@@ -65,12 +65,12 @@ def has_words(value: Any) -> bool:
 
 
 def _role(turn: dict[str, Any], where: str) -> str:
-    said = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
-    if said is None:
+    name = next((turn[key] for key in ("role", "from") if turn.get(key) is not None), None)
+    if name is None:
         raise Malformed(f"{where} has no 'role'")
-    role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
+    role = _ROLES.get(str(name).strip().lower())
     if role is None:
-        raise Malformed(f"{where}: unknown role {said!r}, known are {', '.join(_ROLES)}")
+        raise Malformed(f"{where}: unknown role {name!r}, known are {', '.join(_ROLES)}")
     return role
 
 
@@ -154,15 +154,15 @@ def _parts(value: Any, where: str, name: str = "content") -> dict[str, Any]:
     """Read a text, or a list of parts: thoughts and text, each joined, and calls; Malformed for any other order."""
     if not isinstance(value, str | list):
         raise Malformed(f"{where}: {name!r} must be a text, not {type(value).__name__}")
-    found: dict[str, Any] = {"thoughts": "", "content": "", "calls": []}
-    order, last = list(found), "thoughts"
+    by_kind: dict[str, Any] = {"thoughts": "", "content": "", "calls": []}
+    order, last = list(by_kind), "thoughts"
     for part in [value] if isinstance(value, str) else value:
         part = part if isinstance(part, dict) else {"text": part}
         kind = _kind(part, where)
         if order.index(kind) < order.index(last):
             raise Malformed(f"{where} has {kind} after {last}; a message holds thoughts, then content, then calls")
-        found[kind], last = found[kind] + (_calls if kind == "calls" else _part_text)(part, where), kind
-    return found
+        by_kind[kind], last = by_kind[kind] + (_calls if kind == "calls" else _part_text)(part, where), kind
+    return by_kind
 
 
 def _kind(part: dict[str, Any], where: str) -> str:
@@ -199,7 +199,7 @@ def _text(value: Any, where: str) -> str:
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Read tool calls as chat templates take them, with arguments as objects."""
-    calls, found = unpacked(calls), []
+    calls, read = unpacked(calls), []
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -208,24 +208,24 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if other := stated.keys() - {"function", "name", *_ARGUMENTS} - _ABOUT:
             raise Malformed(f"{where}: a tool call has {sorted(other)}, and arguments are in one of {_ARGUMENTS}")
         named = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        said = {"name": function["name"], "arguments": _arguments(function, where)}
-        found.append({**named, "type": "function", "function": said})
-    return found
+        read_function = {"name": function["name"], "arguments": _arguments(function, where)}
+        read.append({**named, "type": "function", "function": read_function})
+    return read
 
 
 def _arguments(function: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the arguments of a call as an object: {} for every form of none; Malformed for any other text."""
-    given: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
+    arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key)), {})
     try:
-        while isinstance(given, str) and given.strip():  # JSON, which may be packed twice
-            given = json.loads(given)
+        while isinstance(arguments, str) and arguments.strip():  # JSON, which may be packed twice
+            arguments = json.loads(arguments)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"{where}: the arguments of {function['name']!r} are not JSON ({error})") from error
-    if given in (None, [], {}) or isinstance(given, str):
+    if arguments in (None, [], {}) or isinstance(arguments, str):
         return {}
-    if not isinstance(given, dict):
-        raise Malformed(f"{where}: the arguments of {function['name']!r} must be an object, not {given!r:.40}")
-    return given
+    if not isinstance(arguments, dict):
+        raise Malformed(f"{where}: the arguments of {function['name']!r} must be an object, not {arguments!r:.40}")
+    return arguments
 
 
 def has_calls(value: Any) -> bool:

@@ -102,8 +102,8 @@ def check_draft(path: Path, source: str | Path) -> None:
         )
     if (path / CONFIG).is_file():
         return _check_config(read_json(path / CONFIG), path, source)
-    places = ("draft-best", "draft-last", "*/draft-best", "last.ckpt", "checkpoints/last.ckpt", "*.ckpt")
-    if drafts := [draft for place in places for draft in sorted(path.glob(place))]:
+    patterns = ("draft-best", "draft-last", "*/draft-best", "last.ckpt", "checkpoints/last.ckpt", "*.ckpt")
+    if drafts := [draft for pattern in patterns for draft in sorted(path.glob(pattern))]:
         raise ValueError(f"{source} is a training's folder; its draft is {drafts[0]}")
 
 

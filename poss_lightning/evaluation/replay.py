@@ -38,7 +38,7 @@ from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.source import warn_of_training
 from poss_lightning.features.store import FeatureStore, Sample
 from poss_lightning.files import check_folder, sha256
-from poss_lightning.machine import choose_device, choose_dtype, send
+from poss_lightning.machine import choose_device, choose_dtype, to_device_async
 from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target_model.cache import Slots
 from poss_lightning.target_model.spec import EmbedHead
@@ -191,7 +191,7 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
             rows = [rows[i] for i in kept]
             state = (text, draft_input, complete, lengths, root, active)
             text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
-        at, moves = send(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
+        at, moves = to_device_async(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, at + path[1:])
         tree = rerank(drafter.draft(text.gather(1, at).clamp(min=0), plan, noise), plan.nodes)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from os.path import commonprefix
 
 from poss_lightning.target_model.template import MARK, THOUGHTS, Message, Template, Variables
-from poss_lightning.target_model.thoughts import empty_thought, thought_begun, thought_of
+from poss_lightning.target_model.thoughts import empty_thought, opened_thought, thought_of
 
 SHORT = 6  # letters that a prompt's end and an answer's beginning may share by chance
 
@@ -58,8 +58,8 @@ class AnswerFinder:
             return Answer(prompt, "", tokens)
         content, thought = message["content"], thought_of(prompt)
         # A thought that was cut short has no end, so no template finds it: it is taken as it stands.
-        begun = thought if thought.is_open else thought_begun(content)
-        if _is_cut(message) and not _thoughts(message) and begun.is_open and begun.close not in content:
+        opening = thought if thought.is_open else opened_thought(content)
+        if _is_cut(message) and not _thoughts(message) and opening.is_open and opening.close not in content:
             return self._close_once(Answer(prompt, "", content), message, i)
         finished, calls = self.template.text(messages[: i + 1], variables), _calls(message)
         opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
@@ -79,20 +79,20 @@ class AnswerFinder:
         message, content = messages[i], messages[i]["content"]
         stop = min((text for text in self.stops if text in tail), key=tail.index, default="")
         body, end = tail.partition(stop)[0] if stop else tail, "" if _is_cut(message) else stop
-        said, shown = _squeeze(content), _squeeze(body)
+        meant, shown = _squeeze(content), _squeeze(body)
         self._check_said(message, i, shown)
-        if said not in shown:
-            if not shown or not said.endswith(shown):
+        if meant not in shown:
+            if not shown or not meant.endswith(shown):
                 raise ValueError(f"message {i}: the chat template writes {body[:40]!r} for {content[:40]!r}")
             # What the template drops: thoughts; or their opening alone, if the prompt has it.
-            if not _squeeze(prompt.removesuffix(opened)).endswith(said.removesuffix(shown)):
+            if not _squeeze(prompt.removesuffix(opened)).endswith(meant.removesuffix(shown)):
                 return Answer(prompt, "", _after(opened, content) + end)
         if opened and empty_thought(opened) != opened:
             reason = f"opens an answer with {opened!r} and later drops that"
             raise ValueError(f"message {i}: the chat template {reason}{self.template.switch}")
         body = _without_end(body, message, bool(stop))
         lead = ""
-        if not _thoughts(message) and said in shown and not (said and shown.startswith(said)):
+        if not _thoughts(message) and meant in shown and not (meant and shown.startswith(meant)):
             framed = self.template.text([*messages[:i], {"role": "assistant", "content": MARK}], variables)
             lead = empty_thought(_parted(prompt, framed, MARK)[1].partition(MARK)[0])
             lead = lead if body.startswith(lead) else ""
@@ -125,8 +125,8 @@ class AnswerFinder:
 
         ValueError if it does not close that thought, or closes one that the prompt has closed.
         """
-        written, given, thought = str(answer.written), thought_of(answer.prompt), thought_of(answer.before)
-        if given.close and not given.is_open and given.close in written:
+        written, in_prompt, thought = str(answer.written), thought_of(answer.prompt), thought_of(answer.before)
+        if in_prompt.close and not in_prompt.is_open and in_prompt.close in written:
             reason = "it has thoughts, and the chat template closes them before it is written"
             raise ValueError(f"message {i}: {reason}{self.template.switch}")
         if thought.is_open and thought.close not in written and not _is_cut(message):
@@ -159,8 +159,8 @@ def _without_end(body: str, message: Message, stops: bool) -> str:
         return body[: body.rindex(thoughts) + len(thoughts)]
     if stops:
         return body
-    kept = "" if _calls(message) else content if content in body else content.strip()
-    return body[: body.rindex(kept) + len(kept)] if kept and kept in body else body.rstrip()
+    last = "" if _calls(message) else content if content in body else content.strip()
+    return body[: body.rindex(last) + len(last)] if last and last in body else body.rstrip()
 
 
 def _parted(prompt: str, finished: str, said: str) -> tuple[str, str]:

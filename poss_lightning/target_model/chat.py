@@ -78,14 +78,14 @@ class Chat:
         """
         self._check_tokens(messages)
         messages, variables = self._guarded(messages, variables)
-        places = _answered(messages)
-        self.template.check_rendered(messages[: max(places, default=0)], variables)
+        answered = _answered(messages)
+        self.template.check_rendered(messages[: max(answered, default=0)], variables)
         answers = {}
-        for i in places:
+        for i in answered:
             try:
                 answers[i] = self._finder.find(messages, i, variables)
             except ValueError:
-                if messages[i].get("weight", 1):  # of others nothing is trained
+                if messages[i].get("weight", 1):  # nothing is trained on the rest
                     raise
         remaining = {i for i in answers if messages[i].get("weight", 1)}
         texts = []

@@ -92,15 +92,15 @@ class Spelling:
         if GUARD not in text:
             encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             return encoding["input_ids"], [begin for begin, _ in encoding["offset_mapping"]]
-        parts, places, done = [], [], 0
-        for found in re.finditer(f"{self._special.pattern}|{GUARD}", text):
-            name = self._names.get(found[0], "")  # "" for a guard
-            parts += [text[done : found.start()], name]
-            places += [*range(done, found.start()), *[found.start()] * len(name)]
-            done = found.end()
-        places += range(done, len(text) + 1)
+        parts, sources, done = [], [], 0  # sources: the character of `text` that each of the renamed text is of
+        for match in re.finditer(f"{self._special.pattern}|{GUARD}", text):
+            name = self._names.get(match[0], "")  # "" for a guard
+            parts += [text[done : match.start()], name]
+            sources += [*range(done, match.start()), *[match.start()] * len(name)]
+            done = match.end()
+        sources += range(done, len(text) + 1)
         encoded = self._renamed.encode("".join([*parts, text[done:]]), add_special_tokens=False)
-        return encoded.ids, [places[begin] for begin, _ in encoded.offsets]
+        return encoded.ids, [sources[begin] for begin, _ in encoded.offsets]
 
     def _continued(self, text: str) -> tuple[list[int], list[int]]:
         """Tokenize a text that continues another, without the blank that some tokenizers put first."""
@@ -121,8 +121,8 @@ class Spelling:
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         model, names = state["model"], self._names
         state |= {"truncation": None, "padding": None}  # a saved tokenizer may have them
-        kept = [token for token in state["added_tokens"] if not _BYTE.fullmatch(token["content"])]
-        state["added_tokens"] = [token | {"content": names.get(token["content"], token["content"])} for token in kept]
+        added = [token for token in state["added_tokens"] if not _BYTE.fullmatch(token["content"])]
+        state["added_tokens"] = [token | {"content": names.get(token["content"], token["content"])} for token in added]
         if isinstance(model["vocab"], dict):
             model["vocab"] = {names.get(piece, piece): token for piece, token in model["vocab"].items()}
         else:  # Unigram's

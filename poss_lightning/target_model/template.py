@@ -73,11 +73,11 @@ class Template:
         Raises:
             ValueError: the template refuses the messages.
         """
-        given, faults, texts = {**self.variables, **variables}, [], []
+        values, faults, texts = {**self.variables, **variables}, [], []
         # Some templates want the arguments of a call as an object, others as text.
         for variant in (messages, [_with_text_arguments(message) for message in messages]):
             try:
-                texts.append(self._render(variant, given, open_answer))
+                texts.append(self._render(variant, values, open_answer))
             except Exception as error:  # whatever a template's code raises
                 faults.append(error)
                 continue
@@ -94,11 +94,11 @@ class Template:
             raise ValueError("nobody speaks before the answer: no message, or the first or last is the assistant's")
         return self.text(messages, variables, open_answer=True)
 
-    def _render(self, messages: list[Message], given: Variables, open_answer: bool = False, template: str = "") -> str:
-        rest = {name: value for name, value in given.items() if name != _TODAY}
-        template = template or self._tokenizer.get_chat_template(tools=given.get("tools"))
-        if _TODAY in given:
-            template = _dated(template, date.fromisoformat(given[_TODAY]))
+    def _render(self, messages: list[Message], values: Variables, open_answer: bool = False, template: str = "") -> str:
+        rest = {name: value for name, value in values.items() if name != _TODAY}
+        template = template or self._tokenizer.get_chat_template(tools=values.get("tools"))
+        if _TODAY in values:
+            template = _dated(template, date.fromisoformat(values[_TODAY]))
         render = self._tokenizer.apply_chat_template
         return str(render(messages, chat_template=template, tokenize=False, add_generation_prompt=open_answer, **rest))
 
@@ -123,15 +123,15 @@ class Template:
         """
         ids = getattr(generation_config, "eos_token_id", None)
         stops = {*token_ids(ids, "eos_token_id of the generation config"), *token_ids(self._tokenizer.eos_token_id)}
-        known = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
+        added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
         after = [self._between(_USER, _ANSWER)[2:3], self._between(_USER, _ANSWER, _USER, _ANSWER)[2:3]]
-        found = (any_of(known).match("".join(text).lstrip()) for text in after)
+        found = (any_of(added).match("".join(text).lstrip()) for text in after)
         last, earlier = (match[0] if match else "" for match in found)
-        if any(text in "".join(after[0]) for text, number in known.items() if number in stops):
+        if any(text in "".join(after[0]) for text, number in added.items() if number in stops):
             return frozenset(stops)
         if last and last == earlier:
-            stops.add(known[last])
-        elif earlier and not last and known[earlier] not in stops:
+            stops.add(added[last])
+        elif earlier and not last and added[earlier] not in stops:
             logger.warning("%s stands after an answer where the chat continues, and is not a stop token", earlier)
         return frozenset(stops)
 
@@ -146,8 +146,8 @@ class Template:
         frames = [head[0] if head else "", frame, *self._between(_SYSTEM, _USER)[:2]]
         called, told = (MARK.join(self._between(*messages)) for messages in ([_USER, _CALL], [_USER, _CALL, _TOLD]))
         result = special.findall(told[len(commonprefix([called, told])) :])  # noqa: RUF071, letter by letter
-        found = {*special.findall(" ".join(frames))} | ({*result} - {*special.findall(called)})
-        return {text for text in found if not THINKS.search(text)}  # which a system message may speak of
+        roles = {*special.findall(" ".join(frames))} | ({*result} - {*special.findall(called)})
+        return {text for text in roles if not THINKS.search(text)}  # which a system message may speak of
 
     def _between(self, *messages: Message) -> list[str]:
         """Return what stands between the texts of messages; nothing if the template refuses them, or lacks a text."""
@@ -172,9 +172,9 @@ def token_ids(ids: Any, name: str = "a token id", vocabulary: int = 2**31) -> li
         ValueError: anything else, or not one of `vocabulary` tokens; the message begins with `name`.
     """
     try:
-        given = torch.as_tensor([] if ids is None else ids)
-        numbers = given.long()
-        if given.dtype == torch.bool or not ((numbers == given) & (numbers >= 0) & (numbers < vocabulary)).all():
+        values = torch.as_tensor([] if ids is None else ids)
+        numbers = values.long()
+        if values.dtype == torch.bool or not ((numbers == values) & (numbers >= 0) & (numbers < vocabulary)).all():
             raise ValueError
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} is {ids!r}; it must be one or more token ids below {vocabulary}") from error

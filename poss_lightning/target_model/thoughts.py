@@ -34,7 +34,7 @@ def thought_of(prompt: str) -> Thought:
     return Thought(last[0], "", last[1]) if _closes(last[1]) else Thought(last[0], last[1], closing(last[1]), True)
 
 
-def thought_begun(content: str) -> Thought:
+def opened_thought(content: str) -> Thought:
     """Find the thought that a content opens with its first mark."""
     first = re.match(rf"\s*({_MARK})", content)
     return thought_of(first[1]) if first else Thought()

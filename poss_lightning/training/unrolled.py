@@ -11,7 +11,7 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.losses.chunks import Heads
 from poss_lightning.losses.passes import LossSpec, PassLosses, pass_losses
 from poss_lightning.losses.slot_weights import chain_slots
-from poss_lightning.machine import send
+from poss_lightning.machine import to_device_async
 from poss_lightning.metrics import FeatureDrift, PassSums, UnrollAcceptance
 from poss_lightning.target_model.spec import EmbedHead
 
@@ -40,7 +40,7 @@ def unrolled_losses(
     begins = slots = batch.mask.slots
     if chains is not None:
         drawn = chain_slots(torch.from_numpy(batch.mask.host_passes), depth, chains)
-        begins, slots, chains = (send(each, device) for each in (*drawn, chains))
+        begins, slots, chains = (to_device_async(each, device) for each in (*drawn, chains))
     embedded = embed_head.embed(batch.tokens[:, 1:])
     inputs = batch.draft_input[:, :-1].to(draft.fc.weight.dtype)
     predictions = draft(embedded, inputs, depth, Packing(batch.lengths, batch.positions[:, :-1]), begins)
