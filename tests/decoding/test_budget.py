@@ -57,34 +57,34 @@ def random_tree(rows: int, seed: int) -> Tree:
     return Tree(torch.arange(11).expand(rows, -1), parents, scores)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_plan_is_the_best_of_all(seed):
     """Expected tokens over seconds, tried for every depth, size and number of looked-up tokens; one row is finished."""
-    whole, planner = random_tree(4, seed), Planner(TreePlan(3, 8, lookup=4), CPU)
-    mask, found = torch.tensor([1, 1, 0, 1]), [0, 3, 2]
-    root = root_tree(whole.tokens[:, :1])
-    verdict = judge(root, ancestor_mask(root.parents, 4), whole.tokens[:, :1], 4)
-    planner.learn(Round(root, ancestor_mask(root.parents, 4), verdict, whole), mask, whole=True)
-    for worth in (planner.alone, planner.with_tree):
-        worth.learn(torch.tensor([3, 3]), torch.ones(2, 4) > 0, torch.rand(2, 4) > 0.5, torch.ones(2))
-    machine, depths = costs(0.4, 0.3), node_depths(whole.parents, 3)
-    chances = planner.calibration.chance(whole.scores)
+    candidates, planner = random_tree(4, seed), Planner(TreePlan(3, 8, lookup=4), CPU)
+    mask, matches = torch.tensor([1, 1, 0, 1]), [0, 3, 2]
+    root = root_tree(candidates.tokens[:, :1])
+    verdict = judge(root, ancestor_mask(root.parents, 4), candidates.tokens[:, :1], 4)
+    planner.learn(Round(root, ancestor_mask(root.parents, 4), verdict, candidates), mask, whole=True)
+    for acceptance in (planner.alone, planner.with_tree):
+        acceptance.learn(torch.tensor([3, 3]), torch.ones(2, 4) > 0, torch.rand(2, 4) > 0.5, torch.ones(2))
+    machine, depths = costs(0.4, 0.3), node_depths(candidates.parents, 3)
+    chances = planner.calibration.chance(candidates.scores)
 
     def rate(plan: tuple[int, int, int]) -> float:
         depth, nodes, count = plan
         drafted = [sorted(chances[i, 1:][depths[i, 1:] <= depth].tolist(), reverse=True) for i in (0, 1, 3)]
-        worth = (planner.with_tree if depth else planner.alone).expected_tokens()
-        tokens = 3 + sum(sum(row[: nodes - 1]) for row in drafted) + sum(float(worth[n, count]) for n in found)
+        looked_up = (planner.with_tree if depth else planner.alone).expected_tokens()
+        tokens = 3 + sum(sum(row[: nodes - 1]) for row in drafted) + sum(float(looked_up[n, count]) for n in matches)
         return tokens / 3 / (depth * 0.4 + machine.round_seconds(0, nodes + count))
 
     plans = itertools.product(range(4), (1, 2, 3, 4, 6, 8), (0, 1, 2, 3, 4))
     best = max(rate(plan) for plan in plans if plan[1] > plan[0] and (plan[0] or plan[1] == 1))
-    chosen = planner.choose(machine, found)
+    chosen = planner.choose(machine, matches)
     assert close(rate((chosen.depth, chosen.nodes, chosen.lookup)), best, dtype=torch.float32)
-    assert planner.choose(machine, found, whole=True).depth == 3
+    assert planner.choose(machine, matches, whole=True).depth == 3
     for depth, nodes, count in itertools.product(range(1, 4), (4, 6, 8), (0, 4)):  # a new plan takes new graphs
-        kept = TreePlan(depth, nodes, lookup=count)
-        stays = planner.choose(machine, found, current=kept) == kept
+        current = TreePlan(depth, nodes, lookup=count)
+        stays = planner.choose(machine, matches, current=current) == current
         assert stays == (rate((depth, nodes, count)) * MIN_SPEEDUP > best)
 
 
@@ -131,38 +131,36 @@ def fixed_rate(machine: Costs, depth: int, claims=CLAIMS, looked_up=0.0, matchin
     return float((1 + sum(chances) / len(claims)) / machine.round_seconds(depth, depth + 1 + beside))
 
 
-MACHINES = [(0.5, 0.1), (3.0, 0.1), (0.5, 2.0), (8.0, 4.0), (20.0, 20.0)]
-
-
-@pytest.mark.parametrize(("draft", "slope"), MACHINES, ids=str)
+@pytest.mark.parametrize(("draft", "slope"), [(3.0, 0.1), (0.5, 2.0), (20.0, 20.0)], ids=str)
 def test_it_is_near_the_best_fixed_tree(draft, slope):
-    """In five machines: cheap and dear steps, flat and steep verification; in the last, plain decoding is best."""
+    """Steep drafting, steep verification; in the last machine, plain decoding is best."""
     machine = costs(draft, slope)
     rate, _ = play(Planner(TreePlan(DEPTH, NODES), CPU), machine, 24)
     assert rate > 0.9 * max(fixed_rate(machine, depth) for depth in range(DEPTH + 1))
 
 
-@pytest.mark.parametrize(("draft", "claim", "looked_up"), [(3.0, 0.2, 0.9), (2.0, 0.95, 1.0), (0.5, 0.85, 0.9)])
-@pytest.mark.parametrize("matching", [1.0, 0.3])
-def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(matching, draft, claim, looked_up):
-    """A draft that is wrong, or slow, may seem to pay because of what is looked up beside it."""
+@pytest.mark.parametrize(
+    ("draft", "claim", "looked_up", "matching"), [(3.0, 0.2, 0.9, 1.0), (2.0, 0.95, 1.0, 0.3), (0.5, 0.85, 0.9, 1.0)]
+)
+def test_it_is_near_the_better_of_lookups_alone_and_whole_trees(draft, claim, looked_up, matching):
+    """A draft that is wrong, or slow, may seem to pay because of the tokens looked up with its tree."""
     machine, planner = costs(draft, 0.2), Planner(TreePlan(DEPTH, NODES, lookup=DEPTH), CPU)
     rounds = (claim,), looked_up, matching
     play(planner, machine, 4, *rounds)
-    rate, drafts = play(planner, machine, 16, *rounds)
+    rate, drafts = play(planner, machine, 12, *rounds)
     assert rate > 0.94 * max(fixed_rate(machine, depth, *rounds) for depth in (0, DEPTH))
-    if claim == 0.2:
-        assert drafts < 0.15
+    assert claim != 0.2 or drafts < 0.15
 
 
 def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_back_where_it_does():
     planner, dear, cheap = Planner(TreePlan(DEPTH, NODES), CPU), costs(20.0, 20.0), costs(0.5, 0.1)
-    assert planner.begin(dear) == WARMUP_ROUNDS  # nothing is known of the draft
+    assert planner.why_plain(dear) is None and planner.begin(dear) == WARMUP_ROUNDS  # nothing is known of the draft
     play(planner, dear, 1)
+    costs_steps, tokens = map(float, re.findall(r"\d+\.\d+", planner.why_plain(dear)))
+    assert costs_steps > tokens >= 1
     assert [planner.begin(dear) for _ in range(2 * RETRY_EVERY)].count(WARMUP_ROUNDS) == 2
-    assert (
-        planner.begin(cheap) == WARMUP_ROUNDS and planner.choose(cheap, None).depth > 0
-    )  # as fewer texts wait, or it is cooler
+    # As fewer texts wait, or it is cooler:
+    assert planner.begin(cheap) == WARMUP_ROUNDS and planner.choose(cheap, None).depth > 0
     planner.drafted.zero_()  # a draft that is never right
     assert planner.why_plain(cheap)
     for _ in range(AVERAGING_WINDOW // WARMUP_ROUNDS):  # but is again
@@ -170,30 +168,24 @@ def test_drafting_that_does_not_pay_is_tried_in_one_of_so_many_texts_and_comes_b
     assert planner.why_plain(cheap) is None
 
 
-def test_it_says_why_it_gave_up_drafting():
-    """Plain decoding is faster; or lookups alone are, though a round with this draft beats plain decoding."""
-    cheap, dear = costs(0.5, 0.1), costs(20.0, 20.0)
-    trees, wrong = Planner(TreePlan(DEPTH, NODES), CPU), Planner(TreePlan(DEPTH, NODES, lookup=DEPTH), CPU)
-    assert trees.why_plain(dear) is None  # nothing is known
-    play(trees, dear, 2)
-    assert trees.why_plain(cheap) is None
-    needed, brought = map(float, re.findall(r"\d+\.\d+", trees.why_plain(dear)))
-    assert needed > brought >= 1
-    play(wrong, machine := costs(3.0, 0.2), 2, (0.2,), 0.9)
-    needed, brought, alone = map(float, re.findall(r"\d+\.\d+", wrong.why_plain(machine)))
-    assert alone > brought > needed
+def test_it_says_where_lookups_alone_are_faster_though_drafting_beats_plain_decoding():
+    planner, machine = Planner(TreePlan(DEPTH, NODES, lookup=DEPTH), CPU), costs(3.0, 0.2)
+    play(planner, machine, 2, (0.2,), 0.9)
+    steps, tokens, alone = map(float, re.findall(r"\d+\.\d+", planner.why_plain(machine)))
+    assert alone > tokens > steps
 
 
 def test_rows_that_are_finished_teach_nothing():
-    """Of two rows, only the first goes on: what is learnt is what it alone would have taught."""
+    """Of two rows, only the first is active: what is learnt is what it alone would have taught."""
     taught = []
     for rows in (2, 1):
-        planner, whole = Planner(TreePlan(3, 8, lookup=2), CPU), Tree(*(part[:rows] for part in random_tree(2, seed=0)))
-        found, continued = torch.tensor([2, 3])[:rows], torch.tensor([[1, 5], [2, 6]])[:rows]
-        tree = join(rerank(whole, 8), continued)
+        planner = Planner(TreePlan(3, 8, lookup=2), CPU)
+        candidates = Tree(*(part[:rows] for part in random_tree(2, seed=0)))
+        matched, continuation = torch.tensor([2, 3])[:rows], torch.tensor([[1, 5], [2, 6]])[:rows]
+        tree = join(rerank(candidates, 8), continuation)
         ancestors = ancestor_mask(tree.parents, 3)
         choice = torch.tensor([1, 4])[:rows, None].expand(-1, tree.tokens.shape[1])
-        done = Round(tree, ancestors, judge(tree, ancestors, choice, 3), whole, 2, found, continued)
+        done = Round(tree, ancestors, judge(tree, ancestors, choice, 3), candidates, 2, matched, continuation)
         planner.learn(done, torch.tensor([1, 0])[:rows], whole=True)
         tables = (planner.calibration, planner.with_tree, planner.alone, planner)
         taught.append([value for table in tables for value in vars(table).values() if isinstance(value, torch.Tensor)])
