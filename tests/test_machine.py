@@ -1,6 +1,7 @@
 """What `auto` stands for: what a device reports."""
 
 import logging
+from functools import partial
 from itertools import count
 
 import pytest
@@ -40,7 +41,6 @@ def test_the_choice_is_logged_once(caplog):
 @pytest.mark.parametrize(
     ("device", "capability", "instructions", "dtype", "precision"),
     [
-        ("cpu", None, "avx512_bf16", "bfloat16", "bf16-mixed"),
         ("cpu", None, "amx_tile", "bfloat16", "bf16-mixed"),
         ("cpu", None, None, "float32", "32-true"),
         ("mps", None, None, "bfloat16", "32-true"),
@@ -61,19 +61,12 @@ def test_a_device_computes_in_what_it_reports(monkeypatch, cuda, device, capabil
     assert machine.choose_precision("gpu") == (precision if capability else "32-true")  # Lightning reports that none is
 
 
-def test_an_old_torch_with_a_gpu_is_refused(monkeypatch, cuda):
-    cuda((9, 0))
-    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
-    with pytest.raises(ValueError, match=r"device is 'cuda', which takes torch 2.11 or newer; this is 2.10.1\+cu128"):
-        machine.choose_device()
-
-
-@pytest.mark.parametrize(("step", "options", "rounds"), [(1, {"repeats": 2}, 3), (10, {"repeats": 5, "enough": 25}, 2)])
-def test_works_are_timed_in_turn_after_a_first_round_that_does_not_count(monkeypatch, step, options, rounds):
-    clock, done = count(step=step), []
-    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock))
-    took = machine.best_seconds({"a": lambda: done.append("a"), "b": lambda: done.append("b")}, **options)
-    assert done == ["a", "b"] * rounds and took == {"a": step, "b": step}
+def test_works_are_timed_in_turn_after_a_first_round_that_does_not_count(monkeypatch):
+    for step, options, rounds in ((1, {"repeats": 2}, 3), (10, {"repeats": 5, "enough": 25}, 2)):
+        clock, done = count(step=step), []
+        monkeypatch.setattr(machine.time, "perf_counter", partial(next, clock))
+        took = machine.best_seconds({name: partial(done.append, name) for name in "ab"}, **options)
+        assert done == ["a", "b"] * rounds and took == {"a": step, "b": step}
 
 
 def test_what_a_gpu_s_kernels_are_compiled_with_is_named_if_it_is_missing(monkeypatch, tmp_path):
@@ -81,18 +74,11 @@ def test_what_a_gpu_s_kernels_are_compiled_with_is_named_if_it_is_missing(monkey
     monkeypatch.setattr(machine, "find_spec", lambda name: name in there or None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in there else None)
     monkeypatch.setattr(machine.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    header = tmp_path / "Python.h"
-    header.touch()
+    (tmp_path / "Python.h").touch()
     monkeypatch.delenv("CC", raising=False)
     machine.check_kernel_tools()
     monkeypatch.setenv("CC", "mycc")
     machine.check_kernel_tools()
-    header.unlink()
-    for gone, words in (
-        ("clang", r"needs Python's header .*Python\.h: apt-get install python3-dev"),
-        ("mycc", "needs a C compiler, here mycc: apt-get install gcc, or set CC"),
-        ("triton", "needs the package triton; it comes with torch for CUDA: pip install torch"),
-    ):
-        there.remove(gone)
-        with pytest.raises(ValueError, match=words):
-            machine.check_kernel_tools()
+    there.remove("mycc")
+    with pytest.raises(ValueError, match="needs a C compiler, here mycc: apt-get install gcc, or set CC"):
+        machine.check_kernel_tools()

@@ -71,7 +71,10 @@ def read_openings(file: str | None) -> list[str]:
     """Read the non-blank lines of a text file; ValueError if there are none."""
     if file is None:
         return []
-    lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"openings {file} is not UTF-8 text: {error}") from None
     if not (openings := [line for line in lines if line.strip()]):
         raise ValueError(f"openings {file} is empty; it must hold one text per line")
     return openings

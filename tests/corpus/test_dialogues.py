@@ -74,15 +74,6 @@ def test_first_messages_continue_the_openings_and_later_ones_do_not(tmp_path, ow
     assert any(own.tokenizer(first).input_ids[: len(tokens)] == tokens for first in firsts)
 
 
-@pytest.mark.parametrize(
-    ("data", "words"), [(b"\n", "is empty; it must hold one text"), (b"\xff", "is not UTF-8 text")]
-)
-def test_a_file_without_openings_is_refused(tmp_path, data, words):
-    (tmp_path / "openings.txt").write_bytes(data)
-    with pytest.raises(ValueError, match=rf"openings .*openings\.txt {words}"):
-        dialogues.read_openings(str(tmp_path / "openings.txt"))
-
-
 def test_a_conversation_ends_where_the_context_is_full(tmp_path, monkeypatch, own):
     """What an opening and the template take is not known ahead: an answer is cut, or has no room and is left out."""
     (tmp_path / "openings.txt").write_text("Why \n" + "ab " * 20 + "\n" + "ab " * 80 + "\n")
@@ -129,15 +120,12 @@ def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
         assert dialogues._message(chat, "user", "", chat.message(tokens)) is None
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_numbers_that_give_no_conversations_are_refused_and_nothing_is_left(tmp_path):
+    for change, words in (
         ({"user_temperature": 0.0}, "user_temperature is 0"),
         ({"answer_tokens": 600}, "do not fit the 512 that tiny reads"),
         ({"top_p": 1e-6}, "no new conversation in 10 batches, after 1 of them"),  # as sampling is greedy then
-    ],
-)
-def test_numbers_that_give_no_conversations_are_refused_and_nothing_is_left(tmp_path, change, words):
-    with pytest.raises(ValueError, match=words):
-        write(tmp_path / "corpus.jsonl", **change)
-    assert contents(tmp_path) == {}
+    ):
+        with pytest.raises(ValueError, match=words):
+            write(tmp_path / "corpus.jsonl", **change)
+        assert contents(tmp_path) == {}

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -32,38 +31,33 @@ def test_who_serves_which_position(target):
 BLOCK, EAGLE3 = {"kind": "block"}, {"kind": "eagle3"}
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        *(({"allocation": it}, r"allocation is .* positive integers") for it in ((), (0,), (1.5,))),
-        ({"kv": "half"}, "kv is 'half'; it must be 'separate' or 'shared'"),
-        ({"window": 5}, "depth is 6, and the draft's window 5; it must not be deeper"),
-        (EAGLE3 | {"layers": 2}, "of a target with 4 or more; tiny has 2"),
-        (EAGLE3 | {"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
-        ({"inner_layers": (1,)}, r"inner_layers is \(1,\), which only kind eagle3 or block has"),
-        (EAGLE3 | {"inner_layers": (0, 2)}, r"inner_layers is \[0, 2\]; tiny has 1 to 6"),
-        (BLOCK | {"fc_norm": True}, "fc_norm is True, which only kind eagle3 has"),
-        (BLOCK | {"allocation": (3, 3)}, "give one number"),
-        (BLOCK | {"mask_token": 320}, "has 320 tokens"),
-    ],
-    ids=str,
-)
-def test_a_config_that_cannot_be_is_refused(deep, config, words):
-    given = {"allocation": (6,), "depth": 6} | config
-    spec = replace(deep.spec, layers=given.pop("layers", 7))
-    with pytest.raises(ValueError, match=words):
-        DraftConfig(target=spec, **given)
+REFUSED = [
+    ({"kv": "half"}, "kv is 'half'; it must be 'separate' or 'shared'"),
+    ({"window": 5}, "depth is 6, and the draft's window 5; it must not be deeper"),
+    (EAGLE3 | {"layers": 2}, "of a target with 4 or more; tiny has 2"),
+    (EAGLE3 | {"fc_norm": True, "norm_before_fc": True}, "fc_norm and norm_before_fc are both true"),
+    (EAGLE3 | {"inner_layers": (0, 2)}, r"inner_layers is \[0, 2\]; tiny has 1 to 6"),
+    (BLOCK | {"fc_norm": True}, "fc_norm is True, which only kind eagle3 has"),
+    (BLOCK | {"allocation": (3, 3)}, "give one number"),
+    (BLOCK | {"mask_token": 320}, "has 320 tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "words"), [({"window": 6}, "the draft's window 6"), ({"kind": "block"}, "the block has 6 positions")]
-)
-def test_a_depth_beyond_the_window_or_the_block_is_refused_by_all_who_go_so_deep(deep, config, words):
-    draft = tiny_draft(deep, [6], **config)
-    with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
-        make_drafter(draft, deep.embed_head, TreePlan(7))
-    with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
-        draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, draft.fc.in_features), 7)
+def test_a_config_that_cannot_be_is_refused(deep):
+    for config, words in REFUSED:
+        given = {"allocation": (6,), "depth": 6} | config
+        spec = replace(deep.spec, layers=given.pop("layers", 7))
+        with pytest.raises(ValueError, match=words):
+            DraftConfig(target=spec, **given)
+
+
+def test_a_depth_beyond_the_window_or_the_block_is_refused_by_all_who_go_so_deep(deep):
+    for config, words in (({"window": 6}, "the draft's window 6"), (BLOCK, "the block has 6 positions")):
+        draft = tiny_draft(deep, [6], **config)
+        with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
+            make_drafter(draft, deep.embed_head, TreePlan(7))
+        with pytest.raises(ValueError, match=f"depth is 7, and {words}"):
+            draft(torch.zeros(1, 9, 32), torch.zeros(1, 9, draft.fc.in_features), 7)
 
 
 def test_a_draft_with_its_own_head_keeps_none_of_the_targets(deep):
@@ -82,13 +76,13 @@ def test_a_cache_that_memory_has_no_room_for_changes_nothing(target, monkeypatch
     assert (drafter.slots, drafter.store) == (slots, store)
 
 
-@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 320, 7)])
 @pytest.mark.parametrize(
-    ("allocation", "config"),
+    ("allocation", "config", "vocabulary"),
     [
-        ([1, 3, 2], {"kind": "eagle2", "intermediate_size": 40, "depth": 7, "detach": False}),
-        ([1, 3, 2], {"kind": "eagle3", "intermediate_size": 40, "depth": 7}),
-        ([6], {"kind": "block", "block_layers": 2, "inner_layers": (1, 3), "mask_token": 5}),
+        ([1, 3, 2], {"kind": "eagle2", "intermediate_size": 40, "depth": 7, "detach": False}, torch.arange(0, 320, 7)),
+        ([1, 3, 2], {"kind": "eagle3", "intermediate_size": 40, "depth": 7}, None),
+        ([1, 3, 2], {"kind": "eagle3"}, torch.arange(0, 320, 7)),
+        ([6], {"kind": "block", "block_layers": 2, "inner_layers": (1, 3), "mask_token": 5}, None),
     ],
 )
 def test_save_then_load_is_identity_and_nothing_frozen_is_stored(deep, tmp_path, allocation, config, vocabulary):
@@ -113,8 +107,7 @@ def test_a_shipped_draft_is_read_by_its_name_in_whatever_dtype_it_is(target, tmp
     draft.save_pretrained(tmp_path / "embedded-pair")
     monkeypatch.setattr(folders, "SHIPPED", tmp_path)
     same(load_draft("embedded-pair"), draft.float())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # any other name is the hub's
+    with pytest.raises(FileNotFoundError, match=r"nor a hub id .*, nor a shipped draft: embedded-pair"):
         load_draft("embedded-other")
 
 
@@ -165,17 +158,16 @@ def test_a_damaged_folder_says_what_is_wrong(target, tmp_path):
     refused(r"has no config\.json", FileNotFoundError)
     tiny_draft(target, [2]).save_pretrained(tmp_path)
     stored, state = json.loads(config.read_text()), load_file(weights)
-    config.write_text(json.dumps(stored | {"span": 2}))
-    refused(r"config\.json is not a draft's config .*span")
-    config.write_text(json.dumps(stored | {"target": stored["target"] | {"heads": "4"}}))
-    refused(r"config\.json is not a draft's config \(target's heads is '4'; it must be a valid integer")
-    config.write_text(json.dumps(stored | {"allocation": [2, 2]}))
-    refused(r"model\.safetensors does not fit its config")
+    for changed, words in (
+        ({"span": 2}, r"config\.json is not a draft's config .*span"),
+        ({"target": stored["target"] | {"heads": "4"}}, r"target's heads is '4'; it must be a valid integer"),
+        ({"allocation": [2, 2]}, r"model\.safetensors does not fit its config"),
+    ):
+        config.write_text(json.dumps(stored | changed))
+        refused(words)
     config.write_text(json.dumps(stored))
     save_file({name: value for name, value in state.items() if name != "fc.weight"}, weights)
     refused(r"fc\.weight")
-    save_file(state | {"vocabulary": torch.ones(3)}, weights)
-    refused(r"vocabulary is .*; it must be whole numbers")
     weights.write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle is not even opened
     refused(r"model\.safetensors is damaged, or not a safetensors file")
 
@@ -189,13 +181,11 @@ def test_weights_that_cannot_draft_are_refused_by_name(deep, tmp_path, convert):
         path = tmp_path / folder / "model.safetensors"
         state = load_file(path)
         [name] = (name for name in state if name.endswith("q_proj.weight"))
-        for wrong, words in (
-            (state[name].double() * 1e300, r"\d+ of \d+ numbers that are infinite or not a number"),  # in float32
-            (state[name] > 0, r"is (torch\.)?bool.*; it must be"),
+        save_file(state | {name: state[name].double() * 1e300}, path)  # infinite in float32
+        with pytest.raises(
+            ValueError, match=rf"{folder}.*q_proj\.weight.* \d+ of \d+ numbers that are infinite or not"
         ):
-            save_file(state | {name: wrong}, path)
-            with pytest.raises(ValueError, match=rf"{folder}.*q_proj\.weight.* {words}"):
-                read()
+            read()
 
 
 def test_a_head_of_its_own_begins_as_the_target_s_and_continues_as_another_draft_s(deep):
@@ -211,24 +201,18 @@ def test_a_head_of_its_own_begins_as_the_target_s_and_continues_as_another_draft
     assert torch.equal(draft.lm_head.weight[1], deep.embed_head.head[2] * 0.5)  # the other does not have it
 
 
-@pytest.mark.parametrize(
-    ("config", "start", "words"),
-    [
-        ({"intermediate_size": 40}, {}, "other sizes"),
-        (EAGLE3, {}, "kind eagle2, and this one eagle3"),
-        (EAGLE3, EAGLE3 | {"fc_norm": True}, "fc_norm, and this one has not: make fc_norm true"),
-        (EAGLE3, EAGLE3 | {"norm_output": True}, "norm_output, and this one has not: make norm_output true"),
-        (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"aux_layers \(1, 3\), and this one \(2, 4, 5\)"),
-        (BLOCK, BLOCK | {"norm_eps": 0.01}, "norm_eps 0.01, and this one None"),
-    ],
-    ids=str,
-)
-def test_a_start_that_this_draft_cannot_take_over_is_refused(deep, config, start, words):
-    with pytest.raises(ValueError, match=f"the draft to start from has {words}"):
-        tiny_draft(deep, [4], **config).start_from(tiny_draft(deep, [4], **start))
+OTHER_STARTS = [
+    ({"intermediate_size": 40}, {}, "other sizes"),
+    (EAGLE3, {}, "kind eagle2, and this one eagle3"),
+    (EAGLE3, EAGLE3 | {"fc_norm": True}, "fc_norm, and this one has not: make fc_norm true"),
+    (BLOCK, BLOCK | {"inner_layers": (1, 3)}, r"aux_layers \(1, 3\), and this one \(2, 4, 5\)"),
+]
 
 
-def test_a_start_of_a_different_target_is_refused(target):
+def test_a_start_that_this_draft_cannot_take_over_is_refused(deep, target):
+    for config, start, words in OTHER_STARTS:
+        with pytest.raises(ValueError, match=f"the draft to start from has {words}"):
+            tiny_draft(deep, [4], **config).start_from(tiny_draft(deep, [4], **start))
     with pytest.raises(ValueError, match="a different target: fingerprint"):
         tiny_draft(target, [2, 2]).start_from(tiny_draft(tiny_target(3), [4]))
 
@@ -236,8 +220,9 @@ def test_a_start_of_a_different_target_is_refused(target):
 VARIANT = {"norm_before_fc": True, "norm_before_residual": True, "rope_scaling": LLAMA3}
 
 
-@pytest.mark.parametrize(("few", "many"), [([6], [1, 2, 3]), ([2, 4], [2, 2, 2])])
-@pytest.mark.parametrize(("kind", "variant"), [("eagle2", {}), ("eagle3", {}), ("eagle3", VARIANT)])
+@pytest.mark.parametrize(
+    ("kind", "variant", "few", "many"), [("eagle2", {}, [6], [1, 2, 3]), ("eagle3", VARIANT, [2, 4], [2, 2, 2])]
+)
 def test_specialists_copied_from_who_served_their_first_position_draft_the_same(deep, kind, variant, few, many):
     start = tiny_draft(deep, few, kind=kind, rope_theta=50.0, **variant)
     draft = tiny_draft(deep, many, 1, kind=kind)
