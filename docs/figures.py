@@ -94,7 +94,7 @@ def tree() -> Figure:
     axes.set_title(
         f"One round of “{QUESTION}”: {len(tree.tokens) - 1} tokens drafted, {len(shown) - 1} shown, "
         f"{accepted} accepted,\n"
-        f"and one more token from the target: {accepted + 1} tokens for one forward of the target",
+        f"and one more token from the target: {accepted + 1} tokens for one forward pass of the target",
         fontsize=10,
     )
     axes.margins(0.07, 0.12)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from poss_lightning import load, read_rounds
+from poss_lightning import extract, load, read_rounds
 from poss_lightning.evaluation.benchmark import benchmark
 from poss_lightning.evaluation.replay import replay
-from poss_lightning.extraction import extract
 from poss_lightning.reports.compare import compare
 from poss_lightning.shipped import CORPUS
 from poss_lightning.training.fit import fit_once

@@ -98,6 +98,16 @@ def test_a_line_of_prose_has_at_most_120_characters(document):
         assert len(line) <= 120 or line.lstrip().startswith("|") or line.startswith("    "), line
 
 
+def test_the_messages_in_troubles_are_the_package_s():
+    """Each `message` in the table's first column, from one … to the next."""
+    nodes = [node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    texts = "\n".join(node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    rows = [line.split(" | ")[0] for line in (ROOT / "docs" / "troubles.md").read_text().splitlines()]
+    messages = [each for row in rows if row.startswith("| `") for each in re.findall("`([^`]+)`", row)]
+    pieces = [piece.strip(" ,:()") for message in messages for piece in message.split("…")]
+    assert len(messages) > 20 and not [piece for piece in pieces if piece not in texts]
+
+
 def test_the_api_page_lists_the_names_of_the_package():
     listed = re.findall(r"^\| \[`(\w+)`\]", (ROOT / "docs" / "api" / "index.md").read_text(), re.MULTILINE)
     assert sorted(listed) == sorted(poss_lightning.__all__)
