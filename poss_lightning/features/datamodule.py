@@ -1,17 +1,25 @@
 """The LightningDataModule over a feature store or online features."""
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning
 
-from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.schedule import Schedule, split, stable_number
 from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, Loader, add_noise
 from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
 from poss_lightning.target_model.placement import Parallel
+
+if TYPE_CHECKING:
+    from poss_lightning.features.online import OnlineFeatures
+
+
+def data_of(trainer: lightning.Trainer | None) -> "FeatureDataModule | None":
+    """Return the data of a trainer, if they are a `FeatureDataModule`."""
+    data = getattr(trainer, "datamodule", None)
+    return data if isinstance(data, FeatureDataModule) else None
 
 
 class FeatureDataModule(lightning.LightningDataModule):
@@ -65,9 +73,11 @@ class FeatureDataModule(lightning.LightningDataModule):
         if store is not None and corpus is None:
             if target != "embedded":
                 raise ValueError(f"target is {target!r}, and store {store!r} has its own: leave target out")
-            self.source = FeatureStore(store)
+            self.source: FeatureStore | OnlineFeatures = FeatureStore(store)
         elif corpus is not None and store is None:
-            self.source = OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
+            from poss_lightning.features import online  # which imports all that a target needs
+
+            self.source = online.OnlineFeatures.load(corpus, target, max_length, dtype, parallel, chat_template_kwargs)
         else:
             raise ValueError(f"store is {store!r} and corpus {corpus!r}; give one of them")
         self.batch_tokens, self.noise = batch_tokens, noise
@@ -99,18 +109,23 @@ class FeatureDataModule(lightning.LightningDataModule):
     def train_dataloader(self) -> Loader:
         return Loader(self.source, self.training_schedule(), self.workers)
 
-    @property
-    def validation_source(self) -> FeatureStore | OnlineFeatures:
-        """The source of the samples `held_out`."""
-        return self.other_stores.get("validation", self.source)
-
-    def val_dataloader(self) -> Loader:
-        return Loader(self.validation_source, self._schedule(self.held_out, self.validation_source), self.workers)
-
-    def test_dataloader(self) -> Loader:
+    def evaluated(self, stage: str) -> tuple[SampleSource, list[int]]:
+        """Return the source and the samples of a "val" or "test"; ValueError if there are none to test on."""
+        if stage == "val":
+            return self.other_stores.get("validation", self.source), self.held_out
         if (store := self.other_stores.get("test")) is None:
             raise ValueError("there is nothing to test on: give a test_store")
-        return Loader(store, self._schedule([*range(len(store))], store), self.workers)
+        return store, [*range(len(store))]
+
+    def val_dataloader(self) -> Loader:
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> Loader:
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, stage: str) -> Loader:
+        source, samples = self.evaluated(stage)
+        return Loader(source, self._schedule(samples, source), self.workers)
 
     def training_schedule(self) -> Schedule:
         """Return the schedule of the running fit; a resumed run sets it to where it stopped."""
@@ -120,12 +135,12 @@ class FeatureDataModule(lightning.LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Log the texts that online features left out since their last report."""
-        if isinstance(self.source, OnlineFeatures):
+        if not isinstance(self.source, FeatureStore):
             self.source.report()
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Compute online features and draw noise on the device, seeded by conversation and epoch."""
-        if isinstance(self.source, OnlineFeatures) and not batch.features.shape[-1]:
+        if not isinstance(self.source, FeatureStore) and not batch.features.shape[-1]:
             batch = self.source.fill(batch)
         if not (self.noise and self.trainer and self.trainer.training):
             return batch

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from tqdm import tqdm
 
@@ -79,6 +80,21 @@ class Manifest:
 
 
 MANIFESTS = TypeAdapter(Manifest)
+
+
+def schema(layers: tuple[int, ...]) -> pa.Schema:
+    """Return the columns of a shard. Features are the encoded vectors of a sample, token by token; see `encoding`."""
+    columns = {
+        "id": pa.string(),
+        "conversation": pa.string(),  # digest of all that is said in it
+        "length": pa.int32(),
+        "tokens": pa.list_(pa.int32()),
+        "greedy": pa.list_(pa.int32()),
+        "spans": pa.list_(pa.int32()),
+        "draws": pa.list_(pa.string()),  # how each span was drawn, as JSON; empty where none was
+        "features": pa.large_binary(),
+    }
+    return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
 
 
 def is_finished(folder: Path) -> bool:

@@ -67,11 +67,9 @@ class OnlineFeatures(SampleSource):
         return Sample(text.id, tokens, torch.full_like(tokens, -1), text.spans, torch.empty(len(tokens), 0))
 
     def tokens(self, index: int) -> np.ndarray:
-        """Return the tokens of a sample: (T,)."""
         return np.array(self.texts[index].tokens)
 
     def conversations(self) -> list[str]:
-        """List for every sample the digest of all that is said in its conversation."""
         return [text.conversation for text in self.texts]
 
     @torch.inference_mode()
@@ -82,7 +80,6 @@ class OnlineFeatures(SampleSource):
         return self._forward(torch.tensor([self.texts[index].tokens], device=self.model.device))[1][0]
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
-        """Return the same texts for a draft that reads these layers."""
         self.model.check_layers(layers)
         selected = OnlineFeatures(self.model, self.texts)
         selected.layers = tuple(layers)
@@ -93,7 +90,6 @@ class OnlineFeatures(SampleSource):
         return {name: value for name, value in vars(self).items() if name not in ("model", "_filled")}
 
     def embed_head(self) -> EmbedHead:
-        """Return the target's embedding and head."""
         shared = self.model.embed_head
         return EmbedHead(shared.embedding, shared.head, scale=shared.scale, cap=shared.cap)
 

@@ -1,4 +1,4 @@
-"""A shard of a store: its columns, who computes them, how it is written, and how it is opened and checked."""
+"""A shard of a store: who computes its columns, and how it is written."""
 
 import json
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from poss_lightning.features.encoding import encode
-from poss_lightning.features.manifest import FileEntry, Manifest, StoreError
+from poss_lightning.features.manifest import FileEntry, schema
 from poss_lightning.files import atomic
 from poss_lightning.target_model.model import Target
 
@@ -53,21 +53,6 @@ class TargetReader:
         return TextFeatures(
             *(torch.cat([row[: len(text)] for row, text in zip(rows, texts, strict=True)]) for rows in read)
         )
-
-
-def schema(layers: tuple[int, ...]) -> pa.Schema:
-    """Return the columns of a shard. Features are the encoded vectors of a sample, token by token; see `encoding`."""
-    columns = {
-        "id": pa.string(),
-        "conversation": pa.string(),  # digest of all that is said in it
-        "length": pa.int32(),
-        "tokens": pa.list_(pa.int32()),
-        "greedy": pa.list_(pa.int32()),
-        "spans": pa.list_(pa.int32()),
-        "draws": pa.list_(pa.string()),  # how each span was drawn, as JSON; empty where none was
-        "features": pa.large_binary(),
-    }
-    return pa.schema(columns | ({"layers": pa.large_binary()} if layers else {}))
 
 
 # --- writing ---
@@ -151,22 +136,3 @@ def _greedy(target: Target, read: TextFeatures, batch: list[TokenizedText]) -> T
             greedy[slots] = best.indices
             finite[slots] &= best.values.isfinite()
     return torch.stack([greedy, finite])
-
-
-# --- opening ---
-
-
-def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
-    """Map the batches of a shard into memory.
-
-    Raises:
-        StoreError: it cannot be parsed, or has other columns.
-    """
-    try:
-        table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
-        if table.schema != schema(manifest.layers):
-            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
-        table.validate(full=True)
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
-    return table.to_batches()

@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from poss_lightning.machine import SUMS
-from poss_lightning.target_model.spec import TargetSpec
+from poss_lightning.target_model.spec import EmbedHead, TargetSpec
 from poss_lightning.terminal import announced
 
 STATISTICS = 64  # samples whose root mean square stands for all
@@ -41,6 +42,14 @@ class SampleSource:
 
     def draft_input(self, index: int) -> Tensor:
         """Return what a draft reads of a sample: (T, R)."""
+        raise NotImplementedError
+
+    def select(self, layers: tuple[int, ...]) -> Self:
+        """Return the same samples for a draft that reads these layers."""
+        raise NotImplementedError
+
+    def embed_head(self) -> EmbedHead:
+        """Return the target's embedding and head."""
         raise NotImplementedError
 
     def digest(self, index: int) -> int:

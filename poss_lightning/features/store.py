@@ -23,8 +23,7 @@ from torch import Tensor
 
 from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.encoding import decode, vector_bytes
-from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files
-from poss_lightning.features.shards import open_shard
+from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files, schema
 from poss_lightning.features.source import SampleSource
 from poss_lightning.target_model.spec import EmbedHead
 
@@ -117,11 +116,9 @@ class FeatureStore(SampleSource):
         return _values(*self._find(index), "tokens")
 
     def conversations(self) -> list[str]:
-        """List for every sample the digest of its conversation."""
         return [digest for batch in self._batches for digest in batch["conversation"].to_pylist()]
 
     def draft_input(self, index: int) -> Tensor:
-        """Return what a draft reads of a sample: (T, R)."""
         return self[index].draft_input
 
     def select(self, layers: tuple[int, ...]) -> "FeatureStore":
@@ -129,7 +126,6 @@ class FeatureStore(SampleSource):
         return self if layers == self.layers else FeatureStore(self.folders, layers)
 
     def embed_head(self) -> EmbedHead:
-        """Return the target's embedding and head."""
         path = self.folders[0] / EMBED_HEAD
         try:
             stored = load_file(path)
@@ -157,6 +153,22 @@ class FeatureStore(SampleSource):
         start, stop = np.frombuffer(offsets, np.int64)[row : row + 2]
         raw = torch.from_numpy(np.frombuffer(blobs, np.uint8)[start:stop].copy())
         return decode(raw.view(-1, count, size), stored, self._dtype)
+
+
+def open_shard(shard: Path, manifest: Manifest) -> list[pa.RecordBatch]:
+    """Map the batches of a shard into memory.
+
+    Raises:
+        StoreError: it cannot be parsed, or has other columns.
+    """
+    try:
+        table = pa.ipc.open_stream(pa.memory_map(str(shard))).read_all()
+        if table.schema != schema(manifest.layers):
+            raise ValueError(f"its columns are {', '.join(table.schema.names)}")
+        table.validate(full=True)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise StoreError(f"{shard} cannot be read ({error}): `poss extract --verify true` checks every byte") from error
+    return table.to_batches()
 
 
 def _check_alike(first: Path, ours: Manifest, folder: Path, theirs: Manifest) -> None:

@@ -132,7 +132,7 @@ class LastCheckpoint(Checkpoint):
         self.every: int = every_n_train_steps or 0
 
     def setup(self, trainer: lightning.Trainer, pl_module: DraftModule, stage: str) -> None:
-        # Lightning's own agreement between processes, for which each batch would wait for the device.
+        # Lightning's own agreement between processes makes each batch wait for the device, and no flag turns it off.
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
@@ -146,7 +146,8 @@ class LastCheckpoint(Checkpoint):
         if trainer.global_step == self.step:  # the batch is accumulated
             return
         self.step = trainer.global_step
-        due, asks = self.step % self.every == 0, trainer.world_size == 1 or self.step % _log_steps(trainer) == 0
+        logs_every = trainer.log_every_n_steps or CHECKPOINT_STEPS  # pyright: ignore[reportAttributeAccessIssue]
+        due, asks = self.step % self.every == 0, trainer.world_size == 1 or self.step % logs_every == 0
         if not (due or asks) or _is_last_step(trainer) or _validates(trainer):
             return
         stops = asks and self.stop.is_agreed()
@@ -156,12 +157,12 @@ class LastCheckpoint(Checkpoint):
             self._end(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *args, **kwargs) -> None:
-        if _is_in_training(trainer) and not _is_last_step(trainer) and self.stop.is_agreed():
+        if _is_between_steps(trainer) and self.stop.is_agreed():
             self._save(trainer)
             self._end(trainer)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
-        if _is_in_training(trainer) and not _is_last_step(trainer):
+        if _is_between_steps(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: DraftModule) -> None:
@@ -189,24 +190,23 @@ class LastCheckpoint(Checkpoint):
 
 
 def _validates(trainer: lightning.Trainer) -> bool:
-    """Return whether a validation follows the step, in any process: a time limit may differ between them."""
+    """Return whether a validation follows the step, in any process: a time limit may differ between them.
+
+    Only this private method of Lightning knows: no hook comes between the step and the validation that follows it.
+    """
     loop = trainer.fit_loop
     follows = loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # pyright: ignore[reportArgumentType]
     return trainer.strategy.reduce_boolean_decision(follows, all=False)
 
 
-def _is_in_training(trainer: lightning.Trainer) -> bool:
-    """Return whether a validation is one of a training, after its first step."""
-    return trainer.state.fn == "fit" and trainer.global_step > 0
+def _is_between_steps(trainer: lightning.Trainer) -> bool:
+    """Return whether a validation is one of a training, after its first step and before its last."""
+    return trainer.state.fn == "fit" and trainer.global_step > 0 and not _is_last_step(trainer)
 
 
 def _is_last_step(trainer: lightning.Trainer) -> bool:
     """Return whether the training ends after this step, and writes its last checkpoint."""
     return trainer.global_step in (trainer.max_steps, trainer.estimated_stepping_batches)
-
-
-def _log_steps(trainer: lightning.Trainer) -> int:
-    return trainer.log_every_n_steps or CHECKPOINT_STEPS  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Throughput(lightning.Callback):

@@ -46,7 +46,6 @@ def check_trainer(trainer: lightning.Trainer, optimizer: str) -> None:
             f"trainer.strategy is {type(strategy).__name__}, whose weights and gradients are not checked, nor "
             "written as one file: take ddp, or poss_lightning.training.strategies.DeepSpeed as conf/trainer/zero2.yaml"
         )
-    check_precision(trainer.precision)
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         for kind, change in CHANGES.items():
             if isinstance(callback, kind):
@@ -56,13 +55,11 @@ def check_trainer(trainer: lightning.Trainer, optimizer: str) -> None:
 def check_precision(precision: str) -> None:
     """Raise ValueError for a `trainer.precision` that rounds weights and sums to 16 bits, or scales the loss."""
     if precision not in PRECISIONS:
-        reason = "small steps of the weights, and the sums of a validation, are rounded away"
-        if precision == "16-mixed":
-            reason = "the first steps overflow by design, and a gradient that is not finite stops the training"
+        reason = "small steps of the weights are rounded away, or the first gradients overflow"
         raise ValueError(f"trainer.precision is {precision}, in which {reason}: take {', '.join(PRECISIONS)}")
 
 
-def check_target(target: TargetSpec, data: object) -> None:
+def check_target(target: TargetSpec, data: FeatureDataModule | None) -> None:
     """Raise ValueError if a datamodule has features of a different target than that of the draft."""
-    if isinstance(data, FeatureDataModule) and (difference := target.difference(data.source.target)):
+    if data and (difference := target.difference(data.source.target)):
         raise ValueError(f"the module's draft is for a different target than the features of its data: {difference}")

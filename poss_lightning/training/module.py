@@ -1,7 +1,6 @@
 """The LightningModule around the unroll, the loss and the metrics."""
 
 import zlib
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.folder import TRAINED_ON, decode_digests, encode_digests
-from poss_lightning.features.datamodule import FeatureDataModule
+from poss_lightning.features.datamodule import data_of
 from poss_lightning.features.source import SampleSource, warn_of_training
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch
@@ -32,20 +31,8 @@ from poss_lightning.ranges import (
     refuse_unknown,
 )
 from poss_lightning.training.checks import check_precision, check_target, check_trainer
-from poss_lightning.training.optimizers import (
-    NormGuard,
-    make_optimizer,
-    restore_fused,
-    schedule_rate,
-)
-from poss_lightning.training.start import (
-    Source,
-    begin_draft,
-    check_same_draft,
-    check_same_optimizer,
-    continue_schedule,
-    restore_progress,
-)
+from poss_lightning.training.optimizers import NormGuard, make_optimizer, schedule_rate
+from poss_lightning.training.start import begin_draft, check_same_draft, continue_schedule, resume
 from poss_lightning.training.strategies import DeepSpeed
 from poss_lightning.training.unrolled import ValidationMetrics, acceptance_inputs, unrolled_losses
 
@@ -94,7 +81,7 @@ class DraftModule(lightning.LightningModule):
     def __init__(
         self,
         allocation: tuple[Position, ...] | list[Position] = (2, 2, 2),
-        store: str | list[str] | Source | None = None,
+        store: str | list[str] | SampleSource | None = None,
         *,
         anchors: Count | None = None,
         start_from: str | None = None,
@@ -120,7 +107,7 @@ class DraftModule(lightning.LightningModule):
         if store is not None:
             self.begin(FeatureStore(store) if isinstance(store, str | list) else store)
 
-    def begin(self, source: Source) -> None:
+    def begin(self, source: SampleSource) -> None:
         """Make the draft for the target of a source; a trainer calls this where no store was given."""
         options = self.hparams
         if isinstance(source, FeatureStore):  # `load_from_checkpoint` needs no more than the file
@@ -144,12 +131,9 @@ class DraftModule(lightning.LightningModule):
     # --- setup ---
 
     def configure_callbacks(self) -> list[lightning.Callback]:
-        """Add none, but make the draft if there is none, and check the trainer before a callback has changed anything.
-
-        Raises:
-            ValueError: what `check_trainer` refuses, or there is neither a store nor a `FeatureDataModule`.
-        """
+        """Add none: this comes before the setup of callbacks and data, so it makes the draft and checks the trainer."""
         self._begin_once()
+        check_precision(self.trainer.precision)
         if self.trainer.state.fn == "fit":
             check_trainer(self.trainer, self.hparams["optimizer"])
         return []
@@ -157,29 +141,23 @@ class DraftModule(lightning.LightningModule):
     def _begin_once(self) -> None:
         if hasattr(self, "draft"):
             return
-        if not isinstance(data := getattr(self._trainer, "datamodule", None), FeatureDataModule):
+        if not (data := data_of(self._trainer)):
             raise ValueError("store is None, and the trainer has no FeatureDataModule: give one of them")
         self.begin(data.source)
 
     def setup(self, stage: str) -> None:
-        """Cast embedding and head to the dtype of the computation.
-
-        Raises:
-            ValueError: attention cannot be compiled for this GPU, the data are of a different target, or the precision
-                is of 16 bits alone.
-        """
+        """Check device, data and precision; cast embedding and head to the dtype of the computation."""
         if self.trainer.strategy.root_device.type == "cuda":
             check_kernel_tools()
-        check_target(self.draft.config.target, getattr(self.trainer, "datamodule", None))
-        check_precision(precision := self.trainer.precision)
-        if precision in ("bf16-mixed", "32-true"):
+        check_target(self.draft.config.target, data_of(self.trainer))
+        if (precision := self.trainer.precision) in ("bf16-mixed", "32-true"):
             self.embed_head.to(torch.bfloat16 if precision == "bf16-mixed" else torch.float32)
 
     def on_fit_start(self) -> None:
-        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureDataModule):
+        if data := data_of(self.trainer):
             self.draft.trained_on |= {data.source.digest(index) for index in data.train}
             if "validation" in data.other_stores:
-                self._warn_of_training(data.validation_source, data.held_out)
+                self._warn_of_training()
 
     def on_train_start(self) -> None:
         continue_schedule(self.trainer, self.hparams["learning_rate"])
@@ -243,22 +221,15 @@ class DraftModule(lightning.LightningModule):
         extra = self.extra_losses(predictions, batch)
         return losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
-        """Clip the gradient, and keep its norm for the guard."""
-        if isinstance(self.trainer.strategy, DeepSpeed):  # it clips by itself
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
-        self.guard.end_step(norm, self.trainer.global_step)
-        if gradient_clip_val and gradient_clip_algorithm == "value":
-            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
-        elif gradient_clip_val:
-            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer, optimizer_closure: Callable[[], Any]) -> None:
+    def on_before_optimizer_step(self, optimizer) -> None:
         if self._logs:  # which waits for the device in any case
             self.guard.check()
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        if not isinstance(self.trainer.strategy, DeepSpeed):
+            gradients = [each.grad for each in self.draft.parameters() if each.grad is not None]
+            self.guard.end_step(torch.nn.utils.get_total_norm(gradients), self.trainer.global_step)
+
+    def optimizer_step(self, *step: Any) -> None:
+        super().optimizer_step(*step)
         if isinstance(self.trainer.strategy, DeepSpeed):
             norm = torch.tensor(torch.inf if self.trainer.strategy.overflowed else 0.0)
             self.guard.end_step(norm, self.trainer.global_step)
@@ -282,9 +253,8 @@ class DraftModule(lightning.LightningModule):
 
     def on_validation_start(self) -> None:
         self.guard.check()
-        data = getattr(self.trainer, "datamodule", None)
-        if self.trainer.state.fn == "validate" and isinstance(data, FeatureDataModule):
-            self._warn_of_training(data.validation_source, data.held_out)
+        if self.trainer.state.fn == "validate":
+            self._warn_of_training()
 
     def on_validation_epoch_end(self) -> None:
         losses, means = self.val_metrics.compute()
@@ -295,8 +265,7 @@ class DraftModule(lightning.LightningModule):
         self.val_metrics.reset()
 
     def on_test_start(self) -> None:
-        if isinstance(data := getattr(self.trainer, "datamodule", None), FeatureDataModule):
-            self._warn_of_training(data.other_stores["test"], range(len(data.other_stores["test"])))
+        self._warn_of_training()
 
     test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
 
@@ -305,8 +274,9 @@ class DraftModule(lightning.LightningModule):
         """Return what the names of logged values begin with: val, or test in `trainer.test`."""
         return "test" if self.trainer.testing else "val"
 
-    def _warn_of_training(self, source: SampleSource, indices: Iterable[int]) -> None:
-        if warning := warn_of_training("the draft", self.draft.trained_on, source, indices):
+    def _warn_of_training(self) -> None:
+        data, trained_on = data_of(self.trainer), self.draft.trained_on
+        if data and (warning := warn_of_training("the draft", trained_on, *data.evaluated(self.stage))):
             rank_zero_warn(warning)
 
     # --- checkpoints ---
@@ -322,9 +292,7 @@ class DraftModule(lightning.LightningModule):
         check_same_draft(checkpoint, self.draft.config)
         self.draft.trained_on |= decode_digests(checkpoint.get(TRAINED_ON, ""))
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            check_same_optimizer(checkpoint, self.hparams)
-            restore_fused(checkpoint, self.trainer)
-            restore_progress(self.trainer, checkpoint)
+            resume(self.trainer, checkpoint, self.hparams)
 
     # --- shared by training and validation ---
 
@@ -335,8 +303,7 @@ class DraftModule(lightning.LightningModule):
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """Log values (K,) as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`.
 
-        A depth without any slot, as no answer is that long, is nan. It is neither logged nor part of the mean, in no
-        validation of a training.
+        A depth without any slot, as no answer is that long, is nan: neither logged nor part of the mean.
         """
         values = values.cpu()
         named = {f"depth_{k}": value for k, value in enumerate(torch.atleast_1d(values), 1)}

@@ -15,12 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from poss_lightning.draft.config import DraftConfig, DraftOptions, Kind
 from poss_lightning.draft.kinds import Eagle3, load_draft, make_draft
 from poss_lightning.draft.specialists import DraftModel
-from poss_lightning.features.datamodule import FeatureDataModule
-from poss_lightning.features.online import OnlineFeatures
-from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.datamodule import data_of
+from poss_lightning.features.source import SampleSource
 from poss_lightning.target_model.spec import EmbedHead
-
-Source = FeatureStore | OnlineFeatures
+from poss_lightning.training.optimizers import restore_fused
 
 
 def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
@@ -35,7 +33,7 @@ def check_reach(config: DraftConfig, anchors: int | None = None) -> None:
         )
 
 
-def choose_vocabulary(features: Source, size: int | None, start: DraftModel | None) -> Tensor | None:
+def choose_vocabulary(features: SampleSource, size: int | None, start: DraftModel | None) -> Tensor | None:
     """(V,) token ids to propose; None for all.
 
     A draft's own head keeps its trained rows, as published: SPEED keeps the vocabulary of its EAGLE-3 draft.
@@ -54,7 +52,7 @@ def inherited_settings(start: DraftModel | None, kind: Kind) -> dict[str, Any]:
 
 
 def begin_draft(
-    source: Source, options: DraftOptions, start_from: str | None, normalise: bool, anchors: int | None
+    source: SampleSource, options: DraftOptions, start_from: str | None, normalise: bool, anchors: int | None
 ) -> tuple[DraftModel, EmbedHead]:
     """Return specialists with the weights of a draft or random ones, and the target's embedding and head for them.
 
@@ -82,16 +80,35 @@ def begin_draft(
 # --- resuming ---
 
 
+def resume(trainer: lightning.Trainer, checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Prepare a fit, and the checkpoint that Lightning is about to load, to resume with these options of `DraftModule`.
+
+    Raises:
+        ValueError: an option differs that the optimizer's state depends on, or the data are different.
+    """
+    before = checkpoint["hyper_parameters"]
+    for name in ("optimizer", "betas", "weight_decay"):
+        was, now = (list(v) if isinstance(v, tuple) else v for v in (before[name], options[name]))
+        if was != now:
+            raise ValueError(
+                f"{name} is {now}, and this training began with {was}: leave it, or start a new training with "
+                "--model.start_from"
+            )
+    restore_fused(checkpoint, trainer)
+    restore_progress(trainer, checkpoint)
+
+
 def restore_progress(trainer: lightning.Trainer, checkpoint: dict) -> None:
     """Restore schedule, loops and learning rate of a running fit where `checkpoint` stopped.
 
     Lightning counts the batches of a process in an epoch, of which there are others with other numbers of processes or
-    accumulated batches. So its counters follow the schedule, which knows how many of the epoch's batches are done.
+    accumulated batches. So its counters follow the schedule, which knows how many of the epoch's batches are done. It
+    has no public way to set them: this edits `checkpoint["loops"]`, as a checkpoint of the same place would have it.
     """
     saved, loop = checkpoint["loops"]["fit_loop"], trainer.fit_loop
     epochs: Any
     (state,) = saved["state_dict"].get("combined_loader") or [None]
-    if state is None or not isinstance(data := getattr(trainer, "datamodule", None), FeatureDataModule):
+    if state is None or not (data := data_of(trainer)):
         return
     (schedule := data.training_schedule()).load_state_dict(state)
     if state["share"] != schedule.step_batches:
@@ -153,18 +170,6 @@ def check_same_draft(checkpoint: Mapping[str, Any], config: DraftConfig) -> None
             raise ValueError(
                 f"{field.name} is {now!r}, and the checkpoint's draft has {before!r}: give the options of its "
                 "training, which its config.yaml has"
-            )
-
-
-def check_same_optimizer(checkpoint: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Raise ValueError where an option differs that the optimizer's state depends on."""
-    before = checkpoint["hyper_parameters"]
-    for name in ("optimizer", "betas", "weight_decay"):
-        was, now = (list(v) if isinstance(v, tuple) else v for v in (before[name], options[name]))
-        if was != now:
-            raise ValueError(
-                f"{name} is {now}, and this training began with {was}: leave it, or start a new training with "
-                "--model.start_from"
             )
 
 
