@@ -47,11 +47,11 @@ def stop(reference) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
-@pytest.mark.parametrize("arguments", [{}, {"max_new_tokens": 40, "repetition_penalty": 1.3}, {"max_length": 60}])
-def test_one_prompt_is_continued_as_transformers_does(model, reference, one, arguments):
-    expected = reference.generate(**one, **arguments)
-    assert torch.equal(model.generate(**one, **arguments), expected)
-    assert torch.equal(model.generate(one["input_ids"], **arguments), expected)
+def test_one_prompt_is_continued_as_transformers_does(model, reference, one):
+    for arguments in ({}, {"max_new_tokens": 40, "repetition_penalty": 1.3}, {"max_length": 60}):
+        expected = reference.generate(**one, **arguments)
+        assert torch.equal(model.generate(**one, **arguments), expected)
+        assert torch.equal(model.generate(one["input_ids"], **arguments), expected)
 
 
 @pytest.mark.parametrize(("more", "given", "fill"), [([], {}, 2), ([1], {"pad_token_id": 7}, 7)])
@@ -81,36 +81,31 @@ FORMS += [lambda id: torch.tensor([id, 5]), lambda id: [torch.tensor(id), 5], la
 FORMS += [lambda id: [float(id)]]
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_token_ids_have_the_forms_that_transformers_takes(form, model, reference, stop, one):
-    """As an argument, in a config, and among a model's own; a padding id, too."""
-    given = {"max_new_tokens": 30, "eos_token_id": form(stop), "pad_token_id": torch.tensor(7)}
-    expected = reference.generate(**one, **given)
-    assert expected.shape[1] < one["input_ids"].shape[1] + 30
-    assert torch.equal(model.generate(**one, **given), expected)
-    assert torch.equal(model.generate(**one, generation_config=GenerationConfig(**given)), expected)
-    own = tiny_model()
-    own.generation_config.eos_token_id = form(stop)
-    assert load(own, tokenizer=tiny_tokenizer()).target.chat.stops == {1, *np.array(form(stop), dtype=int).flat}
+def test_token_ids_have_the_forms_that_transformers_takes(model, reference, stop, one):
+    """As an argument and in a config; a padding id, too."""
+    for form in FORMS:
+        arguments = {"max_new_tokens": 30, "eos_token_id": form(stop), "pad_token_id": torch.tensor(7)}
+        expected = reference.generate(**one, **arguments)
+        assert expected.shape[1] < one["input_ids"].shape[1] + 30
+        assert torch.equal(model.generate(**one, **arguments), expected)
+        assert torch.equal(model.generate(**one, generation_config=GenerationConfig(**arguments)), expected)
 
 
-@pytest.mark.parametrize("name", ["eos_token_id", "pad_token_id"])
-@pytest.mark.parametrize("wrong", ["</s>", ["5"], [None, 5], {5}, 190.5, -1, [5, 320], True])
-def test_what_is_no_token_id_is_refused_by_name(name, wrong, model, one):
-    with pytest.raises(ValueError, match=f"^{name} is .*; it must be one or more token ids"):
-        model.generate(**one, **{name: wrong})
-    own = tiny_model()
-    own.generation_config.eos_token_id = wrong
+def test_what_is_no_token_id_is_refused_by_name(model, one):
+    for wrong in ("</s>", ["5"], [None, 5], {5}, 190.5, -1, [5, 320], True):
+        for name in ("eos_token_id", "pad_token_id"):
+            with pytest.raises(ValueError, match=f"^{name} is .*; it must be one or more token ids"):
+                model.generate(**one, **{name: wrong})
+    wrong_stop = tiny_model()
+    wrong_stop.generation_config.eos_token_id = 190.5
     with pytest.raises(ValueError, match=r"eos_token_id .*is .*; it must be one or more token ids below"):
-        load(own, tokenizer=tiny_tokenizer())
+        load(wrong_stop, tokenizer=tiny_tokenizer())
 
 
-@pytest.mark.parametrize("pad", [None, "the stop"])
-def test_a_stop_token_is_no_padding_whatever_ends_a_text(reference, pad):
+def test_a_stop_token_is_no_padding_whatever_ends_a_text(reference):
     """Many models pad with it, SmolLM2 too. A pad token that is named is padding, as in transformers."""
     tokenizer, limited = tiny_tokenizer(), {"max_new_tokens": 4}
-    end = tokenizer.eos_token_id
-    tokenizer.pad_token_id = pad and end
+    tokenizer.pad_token_id = end = tokenizer.eos_token_id
     model, prompt = load(reference, tokenizer=tokenizer), torch.tensor([[end, 5, end, 6]])
     for stops in ([], [7]):
         whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=stops, **limited)
@@ -121,7 +116,7 @@ def test_a_stop_token_is_no_padding_whatever_ends_a_text(reference, pad):
 
 
 def test_right_padding_changes_no_answer(model, reference):
-    """transformers warns of it and goes on from the padding; here each row goes on from its last real token."""
+    """transformers warns of it and continues from the padding; here each row continues from its last real token."""
     right = padded("right")
     output = model.generate(**right, max_new_tokens=20)
     assert torch.equal(output[:, :-20], right["input_ids"])
@@ -165,11 +160,9 @@ def test_what_is_no_chat_is_refused_in_a_line(model):
     user = {"role": "user", "content": "Hi"}
     for messages, words in (
         ([user, user | {"content": None}], "message 1 has no content; give a text"),
-        ([{"content": "Hi"}], "message 0 has no 'role'"),
-        ([{"role": "assistant", "content": "x"}, user], "the first or last is the assistant's"),
         ([], "nobody speaks before the answer: no message"),
     ):
-        with pytest.raises(ValueError, match=rf"^.*{words}.*$"):
+        with pytest.raises(ValueError, match=words):
             model.chat(messages)
 
 
@@ -205,7 +198,6 @@ def test_a_model_is_loaded_by_name_and_works_without_a_draft(tiny_folder, target
 
 TWO = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 8]])}
 BAD = [
-    ({"num_return_sequences": 2}, "do not support `num_return_sequences` different than 1"),
     ({"token_type_ids": torch.ones(2, 3)}, "unexpected keyword argument 'token_type_ids'"),
     ({"min_new_tokens": 4}, "min_new_tokens is 4, which is not done here: leave it out; .* max_new_tokens"),
     ({"seed": 1, "generator": torch.Generator()}, "seed and generator are both given"),
@@ -215,36 +207,32 @@ BAD = [
     ({"attention_mask": torch.tensor([[1, 1, 1], [1, 0, 1]])}, "row 1 has 0 between real tokens"),
     ({"attention_mask": torch.tensor([[0, 0, 0], [1, 1, 1]])}, "row 0 is all 0"),
     ({"generation_config": GenerationConfig(stop_strings=["x"])}, r"stop_strings is \['x'\], which"),
-    ({"generation_config": GenerationConfig(guidance_scale=1.5)}, "guidance_scale is 1.5, which"),
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"input_ids is \(1, 0\) of .*it must be \(B, T\) token ids"),
     ({"input_ids": "Why?"}, "input_ids is a str; give token ids"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD)
-def test_bad_arguments_are_refused_by_name(model, arguments, words):
-    with pytest.raises((TypeError, ValueError), match=words):
-        model.generate(**TWO | arguments)
+def test_bad_arguments_are_refused_by_name(model):
+    for arguments, words in BAD:
+        with pytest.raises((TypeError, ValueError), match=words):
+            model.generate(**TWO | arguments)
 
 
-GIVEN = {"max_new_tokens": 7, "eos_token_id": 1, "pad_token_id": 2}
+FIELDS = {"max_new_tokens": 7, "eos_token_id": 1, "pad_token_id": 2}
 NEUTRAL = {"typical_p": 1.0, "num_beams": 1, "bos_token_id": 0, "cache_implementation": "dynamic"}  # asks for nothing
 
 
-def test_a_generation_config_gives_what_is_not_said(model, reference, one):
-    """What else it says is taken if it asks for nothing."""
-    config = GenerationConfig(**GIVEN, **NEUTRAL, repetition_penalty=1.3)
-    expected = reference.generate(**one, **GIVEN, repetition_penalty=1.3)
+def test_a_generation_config_gives_what_the_arguments_do_not(model, reference, one):
+    """What else it has is taken if it asks for nothing; whether it draws is asked of the arguments, too."""
+    config = GenerationConfig(**FIELDS, **NEUTRAL, repetition_penalty=1.3)
+    expected = reference.generate(**one, **FIELDS, repetition_penalty=1.3)
     assert torch.equal(model.generate(**one, generation_config=config), expected)
     assert model.generate(one["input_ids"], config, max_new_tokens=3).shape[1] == one["input_ids"].shape[1] + 3
-
-
-def test_whether_a_config_draws_is_asked_of_the_arguments_too(model, reference, one):
     drawing = {"temperature": 0.5, "top_k": 7}
-    said = model.generate(**one, **GIVEN, do_sample=True, **drawing, seed=3)
-    config = GenerationConfig(**GIVEN, **NEUTRAL, **drawing)
-    assert torch.equal(model.generate(**one, generation_config=config, do_sample=True, seed=3), said)
-    config = GenerationConfig(**GIVEN, do_sample=True, temperature=0.7)
+    drawn = model.generate(**one, **FIELDS, do_sample=True, **drawing, seed=3)
+    config = GenerationConfig(**FIELDS, **NEUTRAL, **drawing)
+    assert torch.equal(model.generate(**one, generation_config=config, do_sample=True, seed=3), drawn)
+    config = GenerationConfig(**FIELDS, do_sample=True, temperature=0.7)
     greedy = reference.generate(**one, generation_config=config, do_sample=False)
     assert torch.equal(model.generate(**one, generation_config=config, do_sample=False), greedy)
 

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from poss_lightning import files
-from poss_lightning.files import atomic, atomic_folder, fetch, public_name, read_json
+from poss_lightning.files import atomic, atomic_folder, fetch, public_name
 from poss_lightning.work import Work
 
 
@@ -41,9 +42,8 @@ def test_a_killed_process_leaves_one_temporary_name_that_hinders_nobody(tmp_path
     assert sorted(os.listdir(tmp_path)) == sorted([left, "first"])
 
 
-@pytest.mark.parametrize("mask", [0o077, 0o002])
-def test_every_file_has_the_user_s_umask(tmp_path, mask):
-    before = os.umask(mask)
+def test_every_file_has_the_user_s_umask(tmp_path):
+    before = os.umask(mask := 0o027)
     try:
         with atomic(tmp_path / "file") as path:
             save_file({"x": torch.ones(2)}, path)  # leaves a file that only its user may read
@@ -72,14 +72,10 @@ def test_content_is_on_disk_before_the_file_has_its_name(tmp_path, monkeypatch):
     assert events == [str(folder / "file"), str(folder), "renamed", str(tmp_path)]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space"), RuntimeError("unexpected pos 2304 vs 2198")])
-def test_a_full_disk_is_named_whatever_the_writer_raises(tmp_path, monkeypatch, error):
-    def refuse(self, *args, **options):
-        raise OSError(errno.ENOSPC, "no space")
-
+def test_a_full_disk_is_named_whatever_the_writer_raises(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/file'"), atomic(tmp_path / "file"):
-        monkeypatch.setattr(Path, "open", refuse)
-        raise error
+        monkeypatch.setattr(Path, "open", Mock(side_effect=OSError(errno.ENOSPC, "no space")))
+        raise RuntimeError("unexpected pos 2304 vs 2198")
     assert os.listdir(tmp_path) == []
 
 
@@ -130,20 +126,11 @@ def test_half_cleared_work_still_refuses_different_settings(tmp_path, monkeypatc
 
 
 def test_the_hub_s_reason_is_given_in_one_line(monkeypatch):
-    def refuse(*args, **options):
-        raise OSError("401 Client Error.\n\nAccess is restricted.")
-
+    refuse = Mock(side_effect=OSError("401 Client Error.\n\nAccess is restricted."))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
-    words = (
-        r"^draft 'a/draft' is neither a local folder nor a hub id .* \(OSError: 401 Client Error\.\), nor a friend's$"
-    )
+    words = r"^draft 'a/draft' is neither .* hub id .* \(OSError: 401 Client Error\.\), nor a friend's$"
     with pytest.raises(FileNotFoundError, match=words):
         fetch("a/draft", "draft", ["*"], ", nor a friend's")
-
-
-def test_a_json_object_may_have_a_byte_order_mark(tmp_path):
-    (tmp_path / "run.json").write_bytes(b"\xef\xbb\xbf" + '{"größe": 1}'.encode())
-    assert read_json(tmp_path / "run.json") == {"größe": 1}
 
 
 def test_a_public_name_has_no_home(tmp_path, monkeypatch):

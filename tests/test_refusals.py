@@ -3,21 +3,28 @@
 import inspect
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from poss_lightning import cli
 from poss_lightning.configs import locate_configs, read_config
+from poss_lightning.decoding.decoder import new_token_limits
+from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
+from poss_lightning.draft.folder import check_state
 from poss_lightning.evaluation.rounds import check_method_names
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.schedule import split
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
 from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.target_model.chat import Chat
 from poss_lightning.training.module import DraftModule
 from tests.support.command import Result, run_in, says, unchanged
+from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
 # --- calls ---
 
@@ -31,6 +38,13 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
     (read_config, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not valid YAML: while scanning"),
     (locate_configs, (["--config", "draft/has.yaml"],), "which `poss list` shows; did you mean draft/hass.yaml?"),
     (split, (["a"] * 8, 0.5, 0), "there is one conversation: none can be held out"),
+    (Chat, lambda: (SimpleNamespace(is_fast=False),), "SimpleNamespace gives no offsets: use a fast tokenizer"),
+    (Chat, lambda: (tiny_tokenizer(None),), "has no chat template: name an instruction-tuned target, or save"),
+    (check_state, ({"bias": torch.ones(2) > 0},), "bias is torch.bool; it must be real numbers"),
+    (new_token_limits, lambda target: (target, [[5]], 0), "the limit of new tokens is 0; it must be at least 1"),
+    (new_token_limits, lambda target: (target, [[5, 320]], 5), "token 320 of a prompt"),
+    (new_token_limits, lambda target: (target, [[7] * 512], 5), "a prompt has 512 tokens; tiny reads 512"),
+    (Speculative.from_draft, lambda target: (tiny_target(5), tiny_draft(target, [2])), "a different target: finger"),
     (TreePlan, (7, 7), "nodes is 7, which cannot hold a path of depth 7 and its root: give at least 8"),
     (TreePlan, (65,), "depth is 65; it must be less than or equal to 64"),
     (DraftOptions, {"allocation": "2,2,2"}, "allocation is '2,2,2'; it must be a list of positive"),

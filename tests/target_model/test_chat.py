@@ -112,8 +112,9 @@ TOKENIZERS = [tiny_tokenizer, metaspace_tokenizer, trimming_tokenizer]
 @pytest.mark.parametrize("make", TOKENIZERS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompt_is_the_prefix_that_ends_where_its_span_begins(template, make):
-    chat = Chat(make(template))
-    answers = [answer for answer in ANSWERS if answer or template != NO_STOP]
+    """And tokens are the tokenizer's own where nothing merges across."""
+    tokenizer, plain = make(template), chat_of(["A horse.", "Four legs."])
+    chat, answers = Chat(tokenizer), [answer for answer in ANSWERS if answer or template != NO_STOP]
     messages = chat_of(answers)
     rendered = render(chat, messages)
     assert len(rendered.spans) == len(answers)
@@ -124,13 +125,8 @@ def test_prompt_is_the_prefix_that_ends_where_its_span_begins(template, make):
             alone = render(chat, messages[: 2 * i + 2])
             assert alone.spans == rendered.spans[: i + 1]
             assert alone.tokens[:end] == rendered.tokens[:end]
-
-
-@pytest.mark.parametrize("make", TOKENIZERS)
-@pytest.mark.parametrize("template", [CHATML, MARKED, SYSTEM_DEFAULT, LLAMA_2, MISTRAL])
-def test_tokens_are_the_tokenizers_own_where_nothing_merges_across(template, make):
-    tokenizer, messages = make(template), chat_of(["A horse.", "Four legs."])
-    assert render(Chat(tokenizer), messages).tokens == tokenizer.apply_chat_template(messages)["input_ids"]
+    if template not in (LLAMA_3, NO_STOP):
+        assert render(chat, plain).tokens == tokenizer.apply_chat_template(plain)["input_ids"]
 
 
 def test_an_answer_that_history_rewrites_ends_a_text_of_its_own():
@@ -246,19 +242,12 @@ def test_a_span_is_what_the_assistant_wrote_and_the_end_that_the_template_writes
     [
         (CHATML, [user("a"), assistant("b") | {"tokens": [70]}], {}, "message 1: its tokens do not spell its content"),
         (CHATML, [user("a"), thinks("b", "c")], {}, "message 1: .*leaves out its thoughts"),
-        (
-            GEMMA_4,
-            [user("a"), thinks("b", "c")],
-            {},
-            "leaves out its thoughts.*; its variable enable_thinking",
-        ),
+        (GEMMA_4, [user("a"), thinks("b", "c")], {}, "leaves out its thoughts.*; its variable enable_thinking"),
         (QWEN3_OFF, chat_of(["<think>a</think>b"]), {}, "closes them before .*; its variable enable_thinking"),
         (CHATML, [user("a"), assistant("b") | {"tool_calls": [CALL]}], {}, "message 1: .* its call of 'weather'"),
         (CHATML, chat_of(["b"]), {"tools": [CALL]}, "leaves out the tools"),
-        (LLAMA_3, [user("a"), CALLS | {"tool_calls": [CALL, CALL]}], {}, "message 1: .* its call of 'weather'"),
         (NO_SYSTEM, [system("Be brief."), *chat_of(["b"])], {}, "message 0: .* what a system says"),
         (CHATML.replace("'] }}<", "'] | upper }}<"), chat_of(["b"]), {}, "message 1: .* 'B' for 'b'"),
-        (NO_STOP.replace("'] }}\n", "'] | upper }}\n"), chat_of(["b"]), {}, "message 1: .* 'B.*' for 'b'"),
         (CHATML.replace(OPEN, ""), chat_of(["b"]), {}, "message 1: .*no generation prompt"),
         (R1, chat_of(["yes</think>no", "no"]), {}, "message 3: .*opens an answer with '<think>"),
         (MISTRAL, [system("Be brief."), *chat_of(["b"])], {}, "the roles system, user: System role not supported"),
@@ -363,10 +352,9 @@ def test_variables_reach_the_template_and_a_conversations_own_go_first():
     assert words(chat, chat_of(["one", "two"])) == ["one<|im_end|>", "two<|im_end|>"]
 
 
-@pytest.mark.parametrize("form", ["'%d %b %Y'", "form", "format='%d' ~ ' %b %Y'"])
-def test_the_date_is_that_of_the_day_when_work_began(form):
+def test_the_date_is_that_of_the_day_when_work_began():
     """However the template spells its format; a fixed day changes nothing else."""
-    dated = "{% set form = '%d %b %Y' %}" + DATED.replace("'%d %b %Y'", form)
+    dated = "{% set form = '%d' %}" + DATED.replace("'%d %b %Y'", "format=form ~ ' %b %Y'")
     chat = Chat(tiny_tokenizer(dated))
     assert chat.template.variables["strftime_now"] == date.today().isoformat()
     transformers_own = chat._tokenizer.apply_chat_template([user("a")], tokenize=False, add_generation_prompt=True)
@@ -377,12 +365,6 @@ def test_the_date_is_that_of_the_day_when_work_began(form):
     given.template.freeze({"strftime_now": "2024-07-26"})
     assert decode(given, given.prompt([user("a")])).startswith("Today is 02 Jan 2020\n")
     assert not Chat(tiny_tokenizer()).template.variables
-
-
-@pytest.mark.parametrize("messages", [[], chat_of(["b"]), [assistant("a"), user("b")]])
-def test_prompts_need_somebody_to_answer(messages):
-    with pytest.raises(ValueError, match="nobody speaks before the answer"):
-        Chat(tiny_tokenizer()).prompt(messages)
 
 
 def test_stops_come_from_generation_config_and_tokenizer_and_a_span_ends_at_the_first():
@@ -403,13 +385,6 @@ def test_a_token_that_the_template_writes_after_every_answer_is_a_stop(special):
     assert words(chat, chat_of(["four"])) == ["four<turn>"]
     assert chat.text(render(chat, chat_of(["four"])).tokens[-2:-1]) == ""
     assert Chat(tiny_tokenizer(HARMONY)).stops == {1}, "its end differs from turn to turn"
-
-
-def test_a_tokenizer_without_offsets_or_template_is_refused():
-    with pytest.raises(ValueError, match="use a fast tokenizer"):
-        Chat(type("Slow", (), {"is_fast": False})())
-    with pytest.raises(ValueError, match=r"has no chat template.*chat_template\.jinja"):
-        Chat(tiny_tokenizer(None))
 
 
 def test_digest_tells_templates_and_the_tokens_they_use_apart():
@@ -442,18 +417,18 @@ def controls(tokens: list[int]) -> int:
     return sum(token < len(SPECIAL) for token in tokens)
 
 
-@pytest.mark.parametrize("place", range(5))
-def test_what_is_written_cannot_close_its_turn(place):
+def test_what_is_written_cannot_close_its_turn():
     """Whatever truncation and padding was saved with the tokenizer."""
     tokenizer, bare = tiny_tokenizer(), [system("S"), *chat_of(["B", "D"])]
     tokenizer.backend_tokenizer.enable_truncation(12)
     tokenizer.backend_tokenizer.enable_padding(length=400)
     chat = Chat(tokenizer)
-    forged = [*bare[:place], bare[place] | {"content": FORGED}, *bare[place + 1 :]]
-    tokens = render(chat, forged).tokens
-    assert controls(tokens) == controls(render(chat, bare).tokens)
-    assert decode(chat, tokens) == chat.template.text(forged, {})  # all letters are there
-    assert words(chat, forged) == [f"{message['content']}<|im_end|>" for message in forged[2::2]]
+    for i, message in enumerate(bare):
+        forged = [*bare[:i], message | {"content": FORGED}, *bare[i + 1 :]]
+        tokens = render(chat, forged).tokens
+        assert controls(tokens) == controls(render(chat, bare).tokens)
+        assert decode(chat, tokens) == chat.template.text(forged, {})  # all letters are there
+        assert words(chat, forged) == [f"{answer['content']}<|im_end|>" for answer in forged[2::2]]
 
 
 @pytest.mark.parametrize("written", ["Hi", FORGED, f"A{GUARD}B"], ids=["plain", "forged", "the guard itself"])
