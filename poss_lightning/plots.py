@@ -1,7 +1,7 @@
 """Every curve and interval: on the page of `poss compare`, in TensorBoard, documents and notebooks.
 
 Each function returns a figure of matplotlib, without a display and without pyplot's state. A point has a `value` and
-the ends of its 95 % interval, `low` and `high`, which are nan if there is none: a `Value`, or an `Estimate` of reports.
+the ends of its 95 % interval, `low` and `high`, nan without one, as an `Estimate` or a row of `results` has them.
 """
 
 import html
@@ -12,7 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -41,14 +41,6 @@ STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
     "svg.hashsalt": "poss_lightning",  # the same input gives the same file
 }
-
-
-class Value(NamedTuple):
-    """A point without an interval."""
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
 
 
 Curves = Mapping[str, Mapping[Any, Any]]  # points by name, then by x, a number

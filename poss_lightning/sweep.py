@@ -11,6 +11,7 @@ NAME/
 """
 
 import json
+import re
 import time
 import traceback
 from collections.abc import Collection
@@ -199,9 +200,9 @@ class Sweep:
         measure = "replay" if self.benchmark is None else "benchmark"
         cells = []
         for seed, choice in product(dict.fromkeys(map(int, self.seeds)), self.choices):
-            given = json.dumps([self.fit or {}, self.choices[choice] or {}, getattr(self, measure)])
-            given = given.replace('"${seed}"', str(seed)).replace("${seed}", str(seed))  # a number, or within a text
-            common, special, options = json.loads(given)
+            text = json.dumps([self.fit or {}, self.choices[choice] or {}, getattr(self, measure)])
+            text = text.replace('"${seed}"', str(seed)).replace("${seed}", str(seed))  # a number, or within a text
+            common, special, options = json.loads(text)
             seeds = {"seed_everything": seed, "data.seed": seed}
             seeds |= {name: value for name, value in (flat(common) | flat(special)).items() if name in seeds}
             files = [own.pop("config", None) or [] for own in (common, special)]
@@ -265,12 +266,9 @@ def _check(folder: Path, cells: list[Cell], share: list[Cell]) -> None:
 
 
 def _share(cells: list[Cell], shard: str) -> list[Cell]:
-    try:
-        place, shares = map(int, shard.split("/"))
-    except ValueError:
-        place, shares = 0, 0
-    if not 1 <= place <= shares:
+    number, shares = map(int, shard.split("/")) if re.fullmatch(r"\d+/\d+", shard) else (0, 0)
+    if not 1 <= number <= shares:
         raise ValueError(f"shard is {shard!r}; it must be i/n, for example 1/4, with i from 1 to n")
     choices = len({cell.choice for cell in cells})
     turn = int(gcd(choices, shares) > 1)  # with each seed, so that no share, and so no machine, has one choice alone
-    return [cell for i, cell in enumerate(cells) if (i + turn * (i // choices)) % shares == place - 1]
+    return [cell for i, cell in enumerate(cells) if (i + turn * (i // choices)) % shares == number - 1]

@@ -1,6 +1,6 @@
 """Conversations that the target writes: `poss synthesize`, alone or with prompts.
 
-A draft should learn from its target's own answers, and be replayed on them; answers of others are different text. An
+A draft should learn from its target's own answers, and be replayed on them: text that others wrote is different. An
 answer is kept as the tokens that were written: tokenising its text again might give others.
 """
 
@@ -116,31 +116,31 @@ def answer_questions(
 ) -> None:
     """Write a corpus of the target's answers, in the order of the questions."""
     lengths, refused = {}, []
-    for place, question in enumerate(questions):
+    for i, question in enumerate(questions):
         try:
             target.check_tokens(prompt := question.first_prompt(target.chat), "its prompt")
-            lengths[place] = len(prompt)
+            lengths[i] = len(prompt)
         except ValueError as error:
             refused.append(f"{question}: {error}")
     report_left_out("{} questions that the target cannot read", refused, len(questions), strict)
     # Each of a batch costs as much as the longest. The longest go first: what does not fit the memory fails at once.
-    order = sorted(lengths, key=lambda place: lengths[place], reverse=True)
-    with corpus.claim({**settings, "questions": digest([questions[place] for place in order])}):
+    order = sorted(lengths, key=lambda i: lengths[i], reverse=True)
+    with corpus.claim({**settings, "questions": digest([questions[i] for i in order])}):
         written: dict[int, Messages] = {}
         loop = PlainDecoder(target)
         size = PART * batch_size
         for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
-            places = order[start : start + size]
-            batch, draws = [questions[place] for place in places], seed * 1_000_003 + number
+            part = order[start : start + size]
+            batch, draws = [questions[i] for i in part], seed * 1_000_003 + number
             conversations = corpus.batch(number, partial(_answer_batch, loop, batch, answer, draws, batch_size))
-            written |= zip(places, conversations, strict=True)
-        kept = [_record(questions[place], written[place], target) for place in lengths if written[place]]
+            written |= zip(part, conversations, strict=True)
+        records = [_record(questions[i], written[i], target) for i in lengths if written[i]]
         why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
-        if not kept:
+        if not records:
             corpus.work.clear()
             raise ValueError(f"all {len(order)} questions are left out: {why}")
-        corpus.finish(kept)
-        if left_out := len(order) - len(kept):
+        corpus.finish(records)
+        if left_out := len(order) - len(records):
             print(f"{corpus.out}: {left_out} of {len(order)} questions are left out: {why}")
 
 

@@ -8,13 +8,12 @@ import pytest
 from matplotlib.collections import LineCollection, PolyCollection
 
 from poss_lightning import plots
-from poss_lightning.plots import Value
-from poss_lightning.reports.statistics import Comparison
+from poss_lightning.reports.statistics import Comparison, Estimate
 
 
 @pytest.mark.parametrize("values", [[0.99, 0.98, 0.97], [0.0, 0.0], [math.nan, 0.2]])
 def test_points_stand_at_their_values_and_axes_of_shares_within_0_and_1(values):
-    drawn = {k: Value(value, value - 0.2, value + 0.2) for k, value in enumerate(values, 1)}
+    drawn = {k: Estimate(value, value - 0.2, value + 0.2) for k, value in enumerate(values, 1)}
     figure = plots.curves({"a": {"x": drawn}, "b": {"x": drawn, "y": drawn}}, "position", "share", share=True)
     for axes in figure.axes:
         low, high = axes.get_ylim()
@@ -29,7 +28,7 @@ def test_points_stand_at_their_values_and_axes_of_shares_within_0_and_1(values):
     "name", ["HASS {}", "your specialists (PosS-2), 40 steps {}", "a name of more than one line {} " * 9]
 )
 def test_a_legend_lies_inside_its_figure_and_below_its_panels(name):
-    drawn = {name.format(*[i] * 9): {1: Value(0.5)} for i in range(5)}
+    drawn = {name.format(*[i] * 9): {1: Estimate(0.5)} for i in range(5)}
     for panels in ({"a": drawn}, {"a": drawn, "b": drawn}):
         figure = plots.curves(panels, "position", "share")
         figure.draw_without_rendering()
@@ -40,7 +39,7 @@ def test_a_legend_lies_inside_its_figure_and_below_its_panels(name):
 
 @pytest.mark.parametrize(("count", "kind"), [(plots.MARKED, LineCollection), (plots.MARKED + 1, PolyCollection)])
 def test_few_points_have_bars_many_have_a_band_and_every_curve_looks_different(count, kind):
-    points = {x: Value(x, x - 1, x + 1) for x in range(count)}
+    points = {x: Estimate(x, x - 1, x + 1) for x in range(count)}
     (axes,) = plots.curves({"": dict.fromkeys(map(str, range(20)), points)}, "", "").axes
     assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 20
     assert len(axes.collections) == 20 and all(isinstance(drawn, kind) for drawn in axes.collections)
@@ -48,7 +47,7 @@ def test_few_points_have_bars_many_have_a_band_and_every_curve_looks_different(c
 
 def test_an_svg_is_text_of_the_page_loads_nothing_and_is_reproducible():
     evil = '<script>&$x^2$"'
-    drawn = {evil: {evil: {1: Value(1.0)}, "b": {1: Value(2.0)}}}
+    drawn = {evil: {evil: {1: Estimate(1.0)}, "b": {1: Estimate(2.0)}}}
     first, second = (plots.to_svg(plots.curves(drawn, evil, ""), evil) for _ in range(2))
     assert first == second and first.startswith("<svg ") and first.endswith("</svg>")
     assert "&lt;script&gt;&amp;$x^2$" in first and "currentColor" in first and plots.INK not in first

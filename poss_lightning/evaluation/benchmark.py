@@ -23,7 +23,7 @@ from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.provenance import describe_method
 from poss_lightning.evaluation.record import record
 from poss_lightning.evaluation.rounds import BASELINES, PLAIN, RUN, RUN_FILES, AnswerRow, check_method_names
-from poss_lightning.evaluation.streaming import pieces_of
+from poss_lightning.evaluation.streaming import text_per_token
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import check_folder, read_json
 from poss_lightning.ranges import Count, Lookups, Tokens, check_numbers
@@ -115,11 +115,18 @@ def benchmark(
         "methods": {name: describe_method(method) for name, method in methods.items()},
         "suites": {question.suite: question.source for question in questions},
     }
-    given = {"limit": max_new_tokens, "sampling": options.sampling}
-    decode = partial(decode_question, target, methods, repeats=repeats, seed=options.seed, **given)
+    sampling = options.sampling
+    decode = partial(
+        decode_question, target, methods, repeats=repeats, seed=options.seed, limit=max_new_tokens, sampling=sampling
+    )
     parts = {f"question-{i:05d}": partial(decode, each) for i, each in enumerate(questions)}
-    first = questions[0].first_prompt(target.chat)
-    record(Path(out), facts, parts, target.device, begin=partial(_warm_up, methods, first, **given))
+
+    def warm_up() -> None:
+        for method in methods.values():
+            prompt, limit = questions[0].first_prompt(target.chat), min(max_new_tokens, 16)
+            method.decode([prompt], limit, sampling=sampling, generator=torch.Generator())
+
+    record(Path(out), facts, parts, target.device, begin=warm_up)
 
 
 def make_baselines(target: Target, names: Iterable[str], graphs: bool) -> dict[str, Decoder]:
@@ -149,10 +156,10 @@ def decode_question(
             logger.warning("%s ends before turn %d: %d of %d tokens", question, turn, len(prompt), context)
             break
         for repeat in range(repeats):
-            seed_key, answers = f"{seed} {question.suite} {question.id} {turn} {repeat}", {}
-            own_seed = int.from_bytes(hashlib.sha256(seed_key.encode()).digest()[:6])  # the same for all methods
-            for name in random.Random(own_seed).sample(names, len(names)):
-                generator = torch.Generator().manual_seed(own_seed)
+            key, answers = f"{seed} {question.suite} {question.id} {turn} {repeat}", {}
+            answer_seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6])  # the same for all methods
+            for name in random.Random(answer_seed).sample(names, len(names)):
+                generator = torch.Generator().manual_seed(answer_seed)
                 (decoded,) = methods[name].decode([prompt], limit, sampling=sampling, generator=generator)
                 answers[name] = AnswerRow(
                     method=name,
@@ -167,7 +174,7 @@ def decode_question(
                     tokens=decoded.tokens,
                     category=question.category or None,
                     question=text,
-                    pieces=pieces_of(chat.text, decoded.tokens),
+                    pieces=text_per_token(chat.text, decoded.tokens),
                 )
             rows += [answers[name] for name in names]
         plain = next(row["tokens"] for row in rows if (row["turn"], row["method"]) == (turn, PLAIN))
@@ -178,9 +185,3 @@ def decode_question(
             break
         messages.append({"role": "assistant", "content": chat.text(plain)})
     return rows
-
-
-def _warm_up(methods: Mapping[str, Decoder], prompt: list[int], limit: int, sampling: Sampling) -> None:
-    """Decode a few tokens with every method."""
-    for method in methods.values():
-        method.decode([prompt], min(limit, 16), sampling=sampling, generator=torch.Generator())

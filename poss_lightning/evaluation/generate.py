@@ -17,7 +17,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.lookup import choose_lookup
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.options import DecodingOptions
-from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.evaluation.streaming import IncrementalDetokenizer
 from poss_lightning.evaluation.tree_view import drafted_tree, draw
 from poss_lightning.ranges import Lookups, Tokens, check_numbers
 from poss_lightning.sampling import GREEDY, Sampling
@@ -75,14 +75,14 @@ def generate(
         is_compared = compare and decoder is not alone and not chat
         if is_compared:  # the first forward takes longer, and would count against one of the two
             ask(alone, limit=1)
-        pieces = Pieces(model.chat.text)
-        decoded = ask(decoder, limit=max_new_tokens, watch=_shown(decoder, pieces, show))
-        said = model.chat.text(decoded.tokens)
+        detokenizer = IncrementalDetokenizer(model.chat.text)
+        decoded = ask(decoder, limit=max_new_tokens, watch=_watch(decoder, detokenizer, show))
+        content = model.chat.text(decoded.tokens)
         plain = ask(alone, limit=len(decoded.tokens)) if is_compared else None
-        print(f"{printable(said if show else pieces.rest())}\n\n{_speed(decoded, plain, decoder)}")
+        print(f"{printable(content if show else detokenizer.rest())}\n\n{_speed(decoded, plain, decoder)}")
         if isinstance(decoder, Speculative) and decoder.auto and (why := decoder.auto.why_plain):
             logger.info("%s. --tree fixed drafts nevertheless", why)
-        messages.append({"role": "assistant", "content": said})
+        messages.append({"role": "assistant", "content": content})
 
 
 def answer(
@@ -111,12 +111,12 @@ def _ask(prompt: str) -> Iterator[str]:
         print()  # where the terminal's own line ended
 
 
-def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Progress], None]:
+def _watch(decoder: Decoder, detokenizer: IncrementalDetokenizer, show: str | None) -> Callable[[Progress], None]:
     """Return what prints tokens while they are accepted, or draws each round."""
     number = count(1)
 
     def print_tokens(step: Progress) -> None:
-        print(printable(pieces.add(step.tokens[0])), end="", flush=True)
+        print(printable(detokenizer.add(step.tokens[0])), end="", flush=True)
 
     def draw_round(step: Progress) -> None:
         if step.tree is not None:
@@ -130,7 +130,7 @@ def _shown(decoder: Decoder, pieces: Pieces, show: str | None) -> Callable[[Prog
 
 def _speed(decoded: Decoded, plain: Decoded | None, decoder: Decoder) -> str:
     """Describe how fast an answer was decoded, with τ, and compared with plain decoding."""
-    rate = _rate(decoded)
+    rate, base = (len(one.tokens) / one.seconds["total"] if one else 0.0 for one in (decoded, plain))
     line = f"{len(decoded.tokens)} tokens, {rate:.1f} tokens/s"
     if prepared := sum(decoded.seconds.get(part, 0) for part in ("measure", "capture")):
         line += f" (after {prepared:.1f} s of preparation)"
@@ -141,10 +141,5 @@ def _speed(decoded: Decoded, plain: Decoded | None, decoder: Decoder) -> str:
         output = "same tokens" if same else f"output differs (near-ties under {decoder.target.dtype_name} rounding)"
         if decoder.exact:
             output = "the same tokens, bit for bit" if same else "output differs, which is a bug: please report it"
-        line += f", {rate / _rate(plain):.2f} × plain decoding ({_rate(plain):.1f} tokens/s), {output}"
+        line += f", {rate / base:.2f} × plain decoding ({base:.1f} tokens/s), {output}"
     return line
-
-
-def _rate(decoded: Decoded) -> float:
-    """Return the tokens per second of an answer."""
-    return len(decoded.tokens) / decoded.seconds["total"]

@@ -1,4 +1,4 @@
-"""When, where and with what a run was made, and of which draft: facts for the run.json beside its rounds."""
+"""When, where and with what a run was made, and of which draft: facts for its run.json."""
 
 import hashlib
 import os
@@ -99,12 +99,10 @@ def _commit(package: Path) -> str | None:
     """Return the commit of the checkout; of a copy without git, what `git describe` put into its commit.txt."""
     if shutil.which("git"):
         git = ["git", "-C", str(package)]
-        known = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False)
-        if not known.returncode:  # else installed, perhaps inside the repository of another project
-            done = subprocess.run(
-                [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
-            )
-            return done.stdout.strip() or None
+        tracked = subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], capture_output=True, check=False)
+        if not tracked.returncode:  # else installed, perhaps inside the repository of another project
+            described = [*git, "describe", "--always", "--dirty"]
+            return subprocess.run(described, capture_output=True, text=True, check=False).stdout.strip() or None
     note = package / "commit.txt"
     return note.read_text().strip() if note.is_file() else None
 

@@ -86,10 +86,11 @@ def replay(
         draft = load_draft(source).to(device, getattr(torch, dtype)).eval()
         chosen = check_store(features, draft.config, f"draft {source}")
         if chosen.layers not in stored:
-            stored[chosen.layers] = _read_answers(chosen, embed_head)
+            samples = (chosen[i] for i in range(len(chosen)))
+            stored[chosen.layers] = [answer for sample in samples for answer in find_answers(sample, embed_head)]
         drafters[name] = make_drafter(draft, embed_head, sizes)
         warnings[name] = warn_of_training(f"draft {name}", draft.trained_on, features, range(len(features)))
-    answers = [answer for *_, answer in next(iter(stored.values()))]
+    answers = next(iter(stored.values()))
     for warning in filter(None, [describe_mismatch(answers), *warnings.values()]):
         logger.warning("%s: %s", store, warning)
     config = {"store": store, **asdict(sizes), "dtype": dtype, "device": device, "target": features.target.name}
@@ -107,13 +108,27 @@ def replay(
     record(Path(out), facts, parts, torch.device(device), timed=False)
 
 
-StoredAnswer = tuple[str, int, Answer]  # conversation, turn and answer
-
-
-def _measure(name: str, drafter: TreeDrafter, stored: list[StoredAnswer]) -> list[AnswerRow]:
-    """Return the rounds of a draft."""
-    rounds = _replay_all(drafter, [answer for *_, answer in stored])
-    return [_row(name, *each, own) for each, own in zip(stored, rounds, strict=True)]
+def _measure(method: str, drafter: TreeDrafter, answers: list[Answer]) -> list[AnswerRow]:
+    """Return the rounds of a draft; what those of an answer give may be less than all of it."""
+    rows: list[AnswerRow] = []
+    for answer, accepted in zip(answers, _replay_all(drafter, answers), strict=True):
+        suite, _, question = answer.conversation.partition("/")  # a suite's name has no slash, a question's may
+        is_named = suite and question
+        tokens = answer.tokens[answer.start :].tolist()
+        row = AnswerRow(
+            method=method,
+            suite=suite if is_named else "store",
+            id=question if is_named else answer.conversation,
+            turn=answer.turn,
+            repeat=0,
+            prompt_tokens=answer.start,
+            new_tokens=min(len(tokens), 1 + sum(accepted) + len(accepted)),
+            accepted=accepted,
+            seconds={},
+            tokens=tokens,
+        )
+        rows.append(row)
+    return rows
 
 
 def check_store(store: FeatureStore, draft: DraftConfig, name: str = "the draft") -> FeatureStore:
@@ -121,11 +136,6 @@ def check_store(store: FeatureStore, draft: DraftConfig, name: str = "the draft"
     if difference := draft.target.difference(store.target):
         raise ValueError(f"{store.folders[0]} is of another target than {name}: {difference}")
     return store.select(draft.aux_layers)
-
-
-def _read_answers(store: FeatureStore, embed_head: EmbedHead) -> list[StoredAnswer]:
-    samples = (store[i] for i in range(len(store)))
-    return [(sample.id, turn, one) for sample in samples for turn, one in enumerate(find_answers(sample, embed_head))]
 
 
 def replay_rounds(
@@ -136,7 +146,7 @@ def replay_rounds(
 ) -> list[list[list[int]]]:
     """Return what each round would accept, by sample and answer, if the target decoded the answers with this draft.
 
-    The answers must be the target's own, greedy or drawn, as `poss synthesize` writes them; in texts of others the
+    The answers must be the target's own, greedy or drawn, as `poss synthesize` writes them; in other texts the
     result says how often the draft hits the text. Rounds whose full depth a cut answer does not show are left out.
     """
     by_sample = [list(find_answers(sample, embed_head)) for sample in samples]
@@ -154,8 +164,8 @@ def _replay_all(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
     for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
         alike.setdefault(answers[i].sampling, []).append(i)
     batches = [group[i : i + rows] for group in alike.values() for i in range(0, len(group), rows)]
-    for places in tqdm(batches, desc="replay", unit="batch", delay=5, leave=False):
-        rounds |= dict(zip(places, _replay(drafter, [answers[i] for i in places]), strict=True))
+    for batch in tqdm(batches, desc="replay", unit="batch", delay=5, leave=False):
+        rounds |= dict(zip(batch, _replay(drafter, [answers[i] for i in batch]), strict=True))
     return [rounds[i] for i in range(len(answers))]
 
 
@@ -185,12 +195,12 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
     rows = list(rounds)  # those of unfinished answers
     while (active := root < lengths - 1).any():
         if 2 * active.sum() <= len(rows):  # finished rows cost time: drop them when they are many
-            kept = active.nonzero()[:, 0].tolist()
+            unfinished = active.nonzero()[:, 0].tolist()
             for part in (slots, drafter, sampler, lookup):
-                part.select(kept)
-            rows = [rows[i] for i in kept]
+                part.select(unfinished)
+            rows = [rows[i] for i in unfinished]
             state = (text, draft_input, complete, lengths, root, active)
-            text, draft_input, complete, lengths, root, active = (values[kept] for values in state)
+            text, draft_input, complete, lengths, root, active = (values[unfinished] for values in state)
         at, moves = to_device_async(torch.stack([root, active.long()]), device)[..., None]  # (B, 1)
         # 1. Draft, and judge by the text: its next token is the target's choice.
         noise = Noise(sampler, at + path[1:])
@@ -200,8 +210,8 @@ def _replay(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int]]:
         choice = text.gather(1, (at + ancestors.sum(-1)).clamp(max=capacity - 1))  # (B, N)
         verdict = judge(tree, ancestors, choice, depth)
         # 2. Commit, with the features of the text.
-        places = (at + path).clamp(max=capacity - 1)  # (B, K+1)
-        on_path = draft_input.gather(1, places[..., None].expand(-1, -1, draft_input.shape[-1]))
+        path_slots = (at + path).clamp(max=capacity - 1)  # (B, K+1)
+        on_path = draft_input.gather(1, path_slots[..., None].expand(-1, -1, draft_input.shape[-1]))
         counts = (verdict.accepted + 1) * moves[:, 0]
         slots.advance_device(counts)
         drafter.append_context(verdict.tokens.clamp(min=0), on_path, counts)
@@ -221,23 +231,3 @@ def _pad(parts: list[Tensor], length: int, fill: int) -> Tensor:
     """Put tensors side by side, padded on the right: (B, length, …)."""
     longest = parts[0].new_zeros(length, *parts[0].shape[1:])
     return pad_sequence([*parts, longest], batch_first=True, padding_value=fill)[:-1]
-
-
-def _row(method: str, name: str, turn: int, answer: Answer, accepted: list[int]) -> AnswerRow:
-    """Make the row of an answer of the conversation `name`; what its rounds give may be less than all of it."""
-    suite, _, question = name.partition("/")  # a suite's name has no slash, a question's may
-    if not suite or not question:
-        suite, question = "store", name
-    tokens = answer.tokens[answer.start :].tolist()
-    return AnswerRow(
-        method=method,
-        suite=suite,
-        id=question,
-        turn=turn,
-        repeat=0,
-        prompt_tokens=answer.start,
-        new_tokens=min(len(tokens), 1 + sum(accepted) + len(accepted)),
-        accepted=accepted,
-        seconds={},
-        tokens=tokens,
-    )

@@ -23,7 +23,7 @@ from poss_lightning.files import atomic, read_json
 
 ROUNDS, ANSWERS, RUN = "rounds.parquet", "answers.parquet", "run.json"
 CELL = "cell.json"  # in a folder that is trained or measured by `poss sweep`
-UNFINISHED = "unfinished"  # folder beside them while a command is running; see `work.py`
+UNFINISHED = "unfinished"  # folder of a running command; see `work.py`
 RUN_FILES = (UNFINISHED, ROUNDS, CELL)  # one of them is in every folder that has, or will have, rounds
 PLAIN = "plain"  # the target alone, in our own loop
 BASELINES = (PLAIN, "generate", "lookup", "vllm")  # methods without rounds, or whose rounds are not kept
@@ -138,8 +138,8 @@ def find_rounds(path: Path) -> list[Path]:
     """Find files of rounds: the path itself, that in it, those of an experiment's cells, or all below."""
     if path.is_file():
         return [path]
-    for place in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):
-        if files := sorted(path.glob(place)):
+    for pattern in (ROUNDS, f"seed=*/{ROUNDS}", f"choice=*/seed=*/{ROUNDS}", f"**/{ROUNDS}"):
+        if files := sorted(path.glob(pattern)):
             return files
     raise FileNotFoundError(f"{path} has no {ROUNDS} in it or below (is it finished?), and is not an engine's file")
 

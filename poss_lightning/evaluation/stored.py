@@ -12,8 +12,8 @@ from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from poss_lightning.target_model.spec import EmbedHead
 
 # Measured with the embedded target in bfloat16. Where it reads its own greedy answers, ties make it choose a different
-# token at 0.5 to 2 % of all tokens, and within the first 8 tokens of 7 to 13 % of the answers. In texts of others:
-# 17 and 51 %.
+# token at 0.5 to 2 % of all tokens, and within the first 8 tokens of 7 to 13 % of the answers. In texts that others
+# wrote: 17 and 51 %.
 MAX_MISMATCH = 0.05  # of all tokens
 OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the answers with a mismatch there
 
@@ -21,6 +21,8 @@ OPENING, MAX_OPENING_MISMATCH = 8, 0.25  # first tokens of an answer; of the ans
 class Answer(NamedTuple):
     """One assistant's answer of a stored sample, without an end that the target did not write."""
 
+    conversation: str
+    turn: int  # of the conversation's answers, from 0
     tokens: Tensor  # (T,) prompt and answer
     draft_input: Tensor  # (T, R), what the draft reads after each token
     choices: Tensor  # (T - start,), what the target chooses at the answer's places, given the text before each
@@ -40,17 +42,17 @@ def find_answers(sample: Sample, embed_head: EmbedHead) -> Iterator[Answer]:
     An answer at the sample's end counts as cut, since `poss extract` may have cut it. `embed_head` is the target's: it
     says what would be drawn.
     """
-    for (start, stop), draw in zip(sample.spans, sample.draws or [None] * len(sample.spans), strict=True):
-        if stop - start < 2 or start < 1:
-            continue  # no root, or nothing after it
+    spans = zip(sample.spans, sample.draws or [None] * len(sample.spans), strict=True)
+    with_rounds = ((start, stop, draw) for (start, stop), draw in spans if start >= 1 and stop - start >= 2)
+    for turn, (start, stop, draw) in enumerate(with_rounds):
         choices = sample.greedy[start - 1 : stop - 1]
         if draw:
             features = sample.features[start - 1 : stop - 1].to(embed_head.head.device)
             choices = _draw_again(draw, embed_head.logits(features), start)
         complete = bool(choices[-1] == sample.tokens[stop - 1]) and stop < len(sample.tokens)
-        known = stop if complete else stop - 1
-        tokens, draft_input = sample.tokens[:known], sample.draft_input[:known]
-        yield Answer(tokens, draft_input, choices[: known - start], start, complete, draw)
+        end = stop if complete else stop - 1
+        tokens, draft_input = sample.tokens[:end], sample.draft_input[:end]
+        yield Answer(sample.id, turn, tokens, draft_input, choices[: end - start], start, complete, draw)
 
 
 def _draw_again(draw: Draw, logits: Tensor, start: int) -> Tensor:
@@ -86,9 +88,9 @@ def describe_mismatch(answers: Sequence[Answer]) -> str | None:
     openings = sum(bool(tokens[:OPENING].any()) for tokens in differs) / len(differs)
     if share <= MAX_MISMATCH and openings <= MAX_OPENING_MISMATCH:
         return None
-    own = "own" if answers[0].draw else "own greedy"
+    kind = "own" if answers[0].draw else "own greedy"
     return (
-        f"the answers are not the target's {own} ones: {100 * share:.1f} % of their tokens are not what it would "
+        f"the answers are not the target's {kind} ones: {100 * share:.1f} % of their tokens are not what it would "
         f"write there, and {100 * openings:.0f} % of them differ within {OPENING} tokens; acceptance is that of this "
         "text"
     )

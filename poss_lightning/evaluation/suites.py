@@ -62,9 +62,9 @@ class Question:
 
 
 def digest(questions: list[Question]) -> str:
-    """16 hex digits of all that the questions say, wherever they are from."""
-    said = [{name: value for name, value in asdict(each).items() if name != "source"} for each in questions]
-    return hashlib.sha256(json.dumps(said, default=str).encode()).hexdigest()[:16]
+    """Return 16 hex digits of the content of questions, whatever their source."""
+    fields = [{name: value for name, value in asdict(each).items() if name != "source"} for each in questions]
+    return hashlib.sha256(json.dumps(fields, default=str).encode()).hexdigest()[:16]
 
 
 def own_suites() -> list[str]:
@@ -92,47 +92,81 @@ def read_suites(
     """
     sources = [sources] if isinstance(sources, str) else sources
     questions: list[Question] = []
-    for source in sources or own_suites():
-        for records in _open(source):
-            if twins := [question.source for question in questions if question.suite == records.suite]:
-                raise ValueError(
-                    f"two suites are named {records.suite!r}; names must differ: {twins[0]}, {records.origin}"
-                )
-            questions += _ask(records, limit or records.limit, strict)
+    for suite in (suite for source in sources or own_suites() for suite in _open(source)):
+        if twins := [question.source for question in questions if question.suite == suite.name]:
+            raise ValueError(f"two suites are named {suite.name!r}; names must differ: {twins[0]}, {suite.origin}")
+        questions += suite.questions(limit, strict)
     return questions
 
 
-class _Records(NamedTuple):
-    """What a suite is made from."""
+class _Suite(NamedTuple):
+    """What the questions of a suite are made from."""
 
-    suite: str
+    name: str
     origin: str  # a file, or a data set with its commit
     records: Iterator[tuple[int, object]]  # numbered from 1
     field: str | None = None  # that has the question; None for the usual ones
     limit: int | None = None  # of questions, where the user sets none
 
+    def questions(self, limit: int | None, strict: bool) -> list[Question]:
+        """Make the questions of the first records."""
+        questions, faults, used = [], [], {}
+        for number, record in islice(self.records, limit or self.limit):
+            try:
+                question = self.question(number, formats.parse_line(record) if isinstance(record, bytes) else record)
+            except Malformed as error:
+                faults.append(f"{self.origin}:{number}: {error}")
+                continue
+            if (id := formats.unique_name(str(question.id), used)) != str(question.id):
+                if strict:
+                    raise ValueError(f"suite {self.name} repeats question_id {question.id!r}; ids must differ")
+                question = replace(question, id=id)
+            questions.append(question)
+        formats.report_left_out(f"{self.origin}: {{}} malformed", faults, len(questions) + len(faults), strict)
+        if not questions:
+            raise ValueError(f"{self.origin} has no questions")
+        return questions
 
-def _open(source: str) -> Iterator[_Records]:
-    """Yield what each suite of a source is made from."""
+    def question(self, number: int, record: object) -> Question:
+        """Make the question of a record; Malformed if it has none."""
+        record = {"turns": [record]} if isinstance(record, str) else record
+        if not isinstance(record, dict):
+            raise Malformed(f"a record must be an object, not {type(record).__name__}")
+        opening, turns, template = read_question(record, self.field)
+        ids = (record[name] for name in ("question_id", *readers.IDS) if record.get(name) not in (None, ""))
+        id, category = next(ids, number), record.get("category")
+        return Question(
+            self.name,
+            id if isinstance(id, int) else str(id),
+            category if isinstance(category, str) else "",
+            turns,
+            opening,
+            template,
+            self.origin,
+        )
+
+
+def _open(source: str) -> Iterator[_Suite]:
+    """Yield the suites of a source."""
     if source.startswith(HUB):
-        yield _stream(source)
+        yield _open_hub(source)
         return
-    place, options = (source, {}) if Path(source).exists() else formats.options_of(source, "field")
-    files = local_files(place) or [OWN / f"{name}.jsonl" for name in own_suites() if name == place]
+    path, options = (source, {}) if Path(source).exists() else formats.options_of(source, "field")
+    files = local_files(path) or [OWN / f"{name}.jsonl" for name in own_suites() if name == path]
     if not files:
         raise FileNotFoundError(
             f"suite {source!r} is not a file, a folder of .jsonl files, or one that poss list shows"
         )
-    for path in files:
-        name = Path(path.name.removesuffix(".gz")).stem
-        name = path.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
-        yield _Records(name, str(path), formats.file_records(path), options.get("field"))
+    for file in files:
+        name = Path(file.name.removesuffix(".gz")).stem
+        name = file.resolve().parent.name if name == "question" else name  # SUITE/question.jsonl, as EAGLE has them
+        yield _Suite(name, str(file), formats.file_records(file), options.get("field"))
 
 
-def _stream(source: str) -> _Records:
-    """Return the rows of a data set of the hub; each is downloaded when it is iterated to."""
-    place, options = formats.options_of(source, "repo")
-    if (name := place.removeprefix(HUB)) not in KNOWN:
+def _open_hub(source: str) -> _Suite:
+    """Return a data set of the hub; each row is downloaded when it is iterated to."""
+    name, options = formats.options_of(source.removeprefix(HUB), "repo")
+    if name not in KNOWN:
         raise FileNotFoundError(f"suite {source!r} is not one that poss list shows; give JSON lines of other data sets")
     suite = KNOWN[name]
     if "repo" in options:
@@ -149,56 +183,22 @@ def _stream(source: str) -> _Records:
             streaming=True,
         )
     parts = suite.repo + (f"@{suite.revision}" if suite.revision else ""), suite.config or "default", suite.split
-    return _Records(name, " ".join(parts), _rows(suite, rows), limit=suite.questions)
+    return _Suite(name, " ".join(parts), _hub_records(suite, rows), limit=suite.questions)
 
 
-def _rows(suite: HubSuite, rows: Any) -> Iterator[tuple[int, object]]:
+def _hub_records(suite: HubSuite, rows: Any) -> Iterator[tuple[int, object]]:
     for number, row in enumerate(rows, 1):
         if not row.get(suite.without):
             question = str(row.get("question", ""))
             row["sentence"] = question[:1].upper() + question[1:].removesuffix("?") + "?"
-            yield (
-                number,
-                formats.without_nulls(row) | {name: form.format_map(row) for name, form in suite.fields.items()},
-            )
+            fields = {name: form.format_map(row) for name, form in suite.fields.items()}
+            yield number, formats.without_nulls(row) | fields
 
 
 def local_files(suite: str) -> list[Path]:
     """Return the user's own files that a suite's name refers to; none for a suite of the project or of the hub."""
     path = Path(suite.partition("?")[0])
     return [path] if path.is_file() else sorted(path.glob("*.jsonl")) if path.is_dir() else []
-
-
-def _ask(records: _Records, limit: int | None, strict: bool) -> list[Question]:
-    """Make the questions of a suite from its first records."""
-    questions, faults, used = [], [], {}
-    for number, record in islice(records.records, limit):
-        try:
-            question = _question(records, number, record)
-        except Malformed as error:
-            faults.append(f"{records.origin}:{number}: {error}")
-            continue
-        if (id := formats.unique_name(str(question.id), used)) != str(question.id):
-            if strict:
-                raise ValueError(f"suite {records.suite} repeats question_id {question.id!r}; ids must differ")
-            question = replace(question, id=id)
-        questions.append(question)
-    formats.report_left_out(f"{records.origin}: {{}} malformed", faults, len(questions) + len(faults), strict)
-    if not questions:
-        raise ValueError(f"{records.origin} has no questions")
-    return questions
-
-
-def _question(source: _Records, number: int, line: object) -> Question:
-    record = formats.parse_line(line) if isinstance(line, bytes) else line
-    record = {"turns": [record]} if isinstance(record, str) else record
-    if not isinstance(record, dict):
-        raise Malformed(f"a record must be an object, not {type(record).__name__}")
-    opening, turns, template = read_question(record, source.field)
-    id = next((record[name] for name in ("question_id", *readers.IDS) if record.get(name) not in (None, "")), number)
-    id = id if isinstance(id, int) else str(id)
-    category = known if isinstance(known := record.get("category"), str) else ""
-    return Question(source.suite, id, category, turns, opening, template, source.origin)
 
 
 def read_question(record: dict, field: str | None = None) -> tuple[list[Message], list[str], dict[str, Any]]:
@@ -240,19 +240,19 @@ def _find_field(record: dict, field: str | None) -> tuple[str, Any]:
         key, value = (key, value) if key else readers.question_of(record)
         if key:
             return key, value
-    known = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
+    usual = "`turns`, `messages`, `conversations`, `prompt` or `question` (?field=NAME names another)"
     has = ", ".join(map(str, record)) or "no field"
-    raise Malformed(f"has no {f'`{field}`' if field else known}; it has {has}")
+    raise Malformed(f"has no {f'`{field}`' if field else usual}; it has {has}")
 
 
 def _split_turns(messages: list[Message], field: str) -> tuple[list[Message], list[str]]:
     """Return the system messages before the user speaks, and the messages between answers as turns."""
     if not any(message["role"] == "assistant" for message in messages):  # each of the user's begins a turn
-        later = [place for place, message in enumerate(messages) if message["role"] == "user"][1:]
-        messages = [part for place, one in enumerate(messages) for part in (*[_ANSWER] * (place in later), one)]
+        later = [i for i, message in enumerate(messages) if message["role"] == "user"][1:]
+        messages = [part for i, one in enumerate(messages) for part in (*[_ANSWER] * (i in later), one)]
     first = readers.first_user(messages)
-    tools = (place for place, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
-    systems = (place for place, one in enumerate(messages) if one["role"] == "system" and place > first)
+    tools = (i for i, one in enumerate(messages) if one.get("tool_calls") or one["role"] == "tool")
+    systems = (i for i, one in enumerate(messages) if one["role"] == "system" and i > first)
     messages = readers.make_regular([*messages[: min([*tools, *systems], default=len(messages))], _ANSWER])
     first = readers.first_user(messages)
     runs = groupby(messages[first:], key=lambda message: message["role"] == "assistant")

@@ -39,29 +39,30 @@ def compare(
     """
     if html is not None:
         check_file(html, ".html")
-    found = find(records, baseline=baseline, reference=reference)
+    findings = find(records, baseline=baseline, reference=reference)
     if html is not None:
         from poss_lightning.reports.page import write_page  # imports matplotlib, which is slow
 
-        write_page(found, html, baseline, runs)
-    print_findings(found, all, baseline)
+        write_page(findings, html, baseline, runs)
+    print_findings(findings, all, baseline)
     if html is not None:
         print(f"The page: {html}")
 
 
-def print_findings(found: Findings, all: bool = False, baseline: str = "plain") -> None:
+def print_findings(findings: Findings, all: bool = False, baseline: str = "plain") -> None:
     """Print the short table and its verdict, and with `all` every other table."""
-    counts = {what: [*map(int, own)] for what, own in found.overall.groupby("measure")["value"] if what in COUNTS}
+    counts = {what: [*map(int, own)] for what, own in findings.overall.groupby("measure")["value"] if what in COUNTS}
     fewest, most = min(counts["trainings"]), max(counts["trainings"])
     trainings = f", {f'{fewest} to ' * (fewest < most)}{most} trainings of each" * (most > 1)
-    title = f"{found.title}: {len(counts['prompts'])} methods{trainings}, {counts['prompts'][0]} prompts"
-    print(f"\n{printable(title)}\n\n{show(overview(found.results))}\n")
-    corrected = "* is p < 0.05, by Holm's correction. " * bool(reference_of(found.results))
+    title = f"{findings.title}: {len(counts['prompts'])} methods{trainings}, {counts['prompts'][0]} prompts"
+    print(f"\n{printable(title)}\n\n{show(overview(findings.results))}\n")
+    corrected = "* is p < 0.05, by Holm's correction. " * bool(reference_of(findings.results))
     for text in filter(
-        None, (verdict(found.results, baseline), *found.notes, LEGEND if all else f"{corrected}Other tables: --all.")
+        None,
+        (verdict(findings.results, baseline), *findings.notes, LEGEND if all else f"{corrected}Other tables: --all."),
     ):
         print(textwrap.fill(_plain(text), WIDTH, break_on_hyphens=False))
-    for title, table in all_tables(found.results, baseline).items() if all else ():
+    for title, table in all_tables(findings.results, baseline).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
 
 

@@ -49,17 +49,17 @@ class Measure(NamedTuple):
 
     def jackknife(self, sums: pd.DataFrame) -> Jackknife:
         """Return the measure of all prompts and without each in turn."""
-        each = sums.to_numpy().T  # (columns, Q)
-        but_one = each @ leave_one_out(len(sums)).T  # (columns, 1+Q)
-        values, alone = (self.from_sums(dict(zip(sums, part, strict=True))) for part in (but_one, each))
+        by_prompt = sums.to_numpy().T  # (columns, Q)
+        but_one = by_prompt @ leave_one_out(len(sums)).T  # (columns, 1+Q)
+        values, alone = (self.from_sums(dict(zip(sums, part, strict=True))) for part in (but_one, by_prompt))
         return Jackknife(values, np.isfinite(alone))
 
     def estimate(self, trainings: Sequence[Jackknife]) -> Estimate:
         """Return its mean over trainings, with the interval."""
-        found = interval(mean_over(trainings, logs=self.logs), self.logs)
+        estimate = interval(mean_over(trainings, logs=self.logs), self.logs)
         if self.scale != "share":
-            return found
-        return Estimate(found.value, *np.clip([found.low, found.high], 0.0, 1.0).tolist())
+            return estimate
+        return Estimate(estimate.value, *np.clip([estimate.low, estimate.high], 0.0, 1.0).tolist())
 
 
 def _speed(sums: Sums) -> Floats:

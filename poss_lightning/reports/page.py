@@ -34,26 +34,26 @@ BY_STEP = {"val/loss": "validation loss, all depths", "val/tau_tree": "τ in tre
 Figures = dict[str, Figure]  # by title
 
 
-def write_page(found: Findings, out: str, baseline: str = "plain", runs: list[str] | str | None = None) -> None:
+def write_page(findings: Findings, out: str, baseline: str = "plain", runs: list[str] | str | None = None) -> None:
     """Write the page; `runs` are folders of trainings, whose event files give drift and loss: by default a sweep's."""
-    results = found.results
-    trained = group_by_choice(read_scalars(runs or [name for name in found.runs if "choice=" in name]))
+    results = findings.results
+    trained = group_by_choice(read_scalars(runs or [name for name in findings.runs if "choice=" in name]))
     if runs and not trained:
         raise ValueError(f"runs is {runs}, which holds no TensorBoard files of a training, nor has any below")
-    drafts = {name: facts for run in found.runs.values() for name, facts in run.get("methods", {}).items() if facts}
+    drafts = {name: facts for run in findings.runs.values() for name, facts in run.get("methods", {}).items() if facts}
     methods = pd.DataFrame(drafts).T.rename_axis("method").reset_index().map(str).replace("nan", "")
     methods = methods.drop(columns="weights", errors="ignore")  # of one training
     page = _template().render(
-        title=found.title,
-        circumstances=describe_runs(found.runs.values()),
+        title=findings.title,
+        circumstances=describe_runs(findings.runs.values()),
         verdict=verdict(results, baseline),
-        notes=found.notes,
+        notes=findings.notes,
         overview=overview(results),
         legend=LEGEND,
         figures=comparison_figures(results),
         tables=all_tables(results, baseline) | ({"How drafts are made and used": methods} if drafts else {}),
         training=training_figures(trained),
-        texts=list(decoded_texts(found.answers)),
+        texts=list(decoded_texts(findings.answers)),
     )
     with atomic(out) as path:
         path.write_text(page.translate(CONTROLS), encoding="utf-8")
@@ -69,12 +69,12 @@ def _template() -> Any:
 
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Return targets, days, machines and devices of runs, as far as their run.json have them."""
-    words: dict[str, None] = {}
+    circumstances: dict[str, None] = {}
     for run in runs:
         target, day = run.get("config", {}).get("target"), str(run.get("started") or "")[: len("2026-11-22")]
         named = f"target {public_name(target)}" if target else ""
-        words |= dict.fromkeys(filter(None, (named, day, run.get("machine"), run.get("device"))))
-    return [*words]
+        circumstances |= dict.fromkeys(filter(None, (named, day, run.get("machine"), run.get("device"))))
+    return [*circumstances]
 
 
 def comparison_figures(results: pd.DataFrame) -> Figures:

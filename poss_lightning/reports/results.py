@@ -116,10 +116,10 @@ def find(records: Paths, *, baseline: str = "plain", reference: str | None = Non
         trainings = label_trainings(some)
         methods = (each for run in its_runs.values() for each in run.get("methods", {}).items())
         depths = {name: facts["depth"] for name, facts in methods if "depth" in facts}
-        found = measure(trainings, baseline=baseline, reference=reference, depths=depths)
-        notes |= dict.fromkeys(not_comparable(some, its_runs) + _notes(trainings, found, its_runs, reference))
+        measures = measure(trainings, baseline=baseline, reference=reference, depths=depths)
+        notes |= dict.fromkeys(not_comparable(some, its_runs) + _notes(trainings, measures, its_runs, reference))
         suffix = f" {sampling[-1]}" * (rounds["sampling"].nunique() > 1)
-        measured.append(found.assign(method=found["method"] + suffix))
+        measured.append(measures.assign(method=measures["method"] + suffix))
         answers.append(trainings.assign(method=trainings["method"] + suffix))
     return Findings(
         pd.concat(measured, ignore_index=True),
@@ -162,10 +162,10 @@ def measure(
         some = sums if suite == ALL else sums.xs(suite, level="suite", drop_level=False)
         by_seed = {name: dict([*some.loc[name].groupby(level="seed")]) for name in names}
         rows += _count(suite, by_seed)
-        for each in (*MEASURES, *times, *map(pos_acc, range(1, max(depths.values()) + 1))):
-            found = {name: _jackknives(each, own, depths[name]) for name, own in by_seed.items()}
-            is_compared = each not in (*MILLISECONDS, SPEED, SPEED_UP) or each is speed
-            rows += _measure_methods(suite, each, found, reference if is_compared else None)
+        for metric in (*MEASURES, *times, *map(pos_acc, range(1, max(depths.values()) + 1))):
+            by_method = {name: _jackknives(metric, own, depths[name]) for name, own in by_seed.items()}
+            is_compared = metric not in (*MILLISECONDS, SPEED, SPEED_UP) or metric is speed
+            rows += _measure_methods(suite, metric, by_method, reference if is_compared else None)
     return pd.DataFrame(rows)
 
 
@@ -215,8 +215,8 @@ def _jackknives(measure: Measure, by_seed: Mapping[int, pd.DataFrame], depth: in
     """A measure by training seed, where the rounds define it; pos-acc of all positions, also where none was reached."""
     if measure.position:
         by_seed = {seed: own for seed, own in by_seed.items() if own["drafted"].any() and measure.position <= depth}
-    found = {seed: measure.jackknife(own) for seed, own in by_seed.items()}
-    return {seed: one for seed, one in found.items() if measure.position or np.isfinite(one.values[0])}
+    jackknives = {seed: measure.jackknife(own) for seed, own in by_seed.items()}
+    return {seed: one for seed, one in jackknives.items() if measure.position or np.isfinite(one.values[0])}
 
 
 def _notes(answers: pd.DataFrame, found: pd.DataFrame, runs: Runs, reference: str | None) -> list[str]:

@@ -20,7 +20,7 @@ measure; .95 to .99 over 5 trainings (they are too wide where nothing but rounds
 negative). With fewer than 5 trainings do not trust a p just below 0.05.
 
 A test uses the same t, so p < 0.05 exactly where the interval excludes "no effect", before Holm's correction (1979) for
-several methods that are compared with one; there is none for several measures or positions. Prompts without a round
+several methods that are compared with one; not for several measures or positions. Prompts without a round
 that the measure looks at do not count. Fewer than three prompts, or values without any spread, have no interval.
 
 Letters: S seeds, Q prompts, K draft positions; a row of counts says which prompts are in. 0/0 is nan, shown as a dash.
@@ -171,12 +171,12 @@ def compare_means(means: Mapping[str, Mean], logs: bool = False) -> dict[str, Co
         for mean, error in zip(means.values(), errors, strict=True)
     ]
     tests = sum(not math.isnan(each) for each in p)
-    found = {}
+    compared = {}
     for (name, mean), error, corrected in zip(means.items(), errors, holm(p), strict=True):
         least = detectable(error, mean.freedom, tests)
         least = math.expm1(least) if logs else least
-        found[name] = Comparison(**vars(interval(mean, logs)), p=corrected, detectable=least, no_effect=float(logs))
-    return found
+        compared[name] = Comparison(**vars(interval(mean, logs)), p=corrected, detectable=least, no_effect=float(logs))
+    return compared
 
 
 def detectable(error: float, freedom: float, tests: int = 1) -> float:

@@ -68,7 +68,7 @@ class EngineReader:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """Find the module whose output are the target's features; NotImplementedError if there is none."""
+    """Return the module whose output are the target's features; NotImplementedError without one."""
     outputs: list[tuple[nn.Module, object]] = []
     with (
         torch.inference_mode(),

@@ -15,7 +15,7 @@ from poss_lightning.decoding.trees import Tree
 from poss_lightning.decoding.verification import Verdict
 from poss_lightning.evaluation import generate as module
 from poss_lightning.evaluation.generate import answer, generate
-from poss_lightning.evaluation.streaming import Pieces
+from poss_lightning.evaluation.streaming import IncrementalDetokenizer
 from poss_lightning.evaluation.tree_view import drafted_tree
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.chat import Chat
@@ -48,9 +48,9 @@ def test_text_is_printed_as_it_is_accepted_and_letters_are_whole(target, capsys)
 
     speaker = Scripted()
     speaker.target = target
-    pieces = Pieces(target.chat.text)
-    answer(speaker, [1], 9, watch=module._shown(speaker, pieces, None))
-    assert capsys.readouterr().out == pieces.rest() == ""
+    detokenizer = IncrementalDetokenizer(target.chat.text)
+    answer(speaker, [1], 9, watch=module._watch(speaker, detokenizer, None))
+    assert capsys.readouterr().out == detokenizer.rest() == ""
 
 
 def test_what_watching_takes_does_not_count(target, monkeypatch):

@@ -55,13 +55,6 @@ def test_a_verdict_lists_the_drafts_that_are_faster_and_the_differences_that_are
     assert verdict(slow, "plain").startswith("Drafting is faster than plain: poss-1.")
 
 
-def test_the_baseline_may_be_any_method_of_the_records(run):
-    for baseline in ("generate", "eagle"):
-        found = find(run, baseline=baseline).overall
-        speed_ups = {*found.loc[found["measure"] == "speed_up", "method"]}
-        assert speed_ups == {"plain", "generate", "eagle", "poss-1"} - {baseline}
-
-
 def test_trainings_of_different_inputs_or_circumstances_are_not_comparable(tmp_path, capsys):
     for seed, digest in ((0, "aa"), (1, "bb")):
         rows = make_rows(methods=("eagle",), seed=seed)
@@ -105,9 +98,11 @@ def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
     assert "speed-up over plain" in all_tables(both.results, "plain")["Methods"]
 
 
-def test_milliseconds_of_the_parts_are_those_of_a_token(run):
+def test_milliseconds_of_the_parts_are_those_of_a_token_and_any_method_may_be_the_baseline(run):
     parts = all_tables(find(run).results, "plain")["Milliseconds per new token"].set_index("method")
     records = [row for row in make_rows() if row["method"] == "eagle"]
     total = 1000 * sum(row["seconds"]["total"] for row in records) / sum(row["new_tokens"] for row in records)
     assert list(parts.columns) == ["verify", "rest"]  # the others took no time
     assert parts.loc["eagle"].to_list() == [f"{share * total:.1f}" for share in (0.8, 0.2)]
+    speed_ups = find(run, baseline="eagle").overall.query("measure == 'speed_up'")
+    assert {*speed_ups["method"]} == {"plain", "generate", "poss-1"}

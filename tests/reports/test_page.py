@@ -112,7 +112,7 @@ def test_spans_are_the_rounds_and_have_every_piece_once():
         assert "".join(text for _, text in split_rounds(row["accepted"], row["pieces"])) == "".join(row["pieces"])
 
 
-def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_values_of_a_cell(tmp_path):
+def test_event_files_say_more_than_the_last_values_of_a_cell_and_choices_are_named_by_their_folders(tmp_path):
     training = tmp_path / "fit" / "version_0"
     with SummaryWriter(str(training)) as writer:
         for step, depth in product((10, 20), range(1, 13)):
@@ -121,20 +121,15 @@ def test_depths_are_in_numerical_order_and_event_files_say_more_than_the_last_va
     drift = series_by_depth(events, "val_drift_cosine")
     assert list(drift) == list(range(1, 13))  # not 1, 10, 11, 12, 2, ...
     assert close(drift[2], [(10, 0.8), (20, 0.9)], dtype=torch.float32)
-
     cell = tmp_path / "choice=poss-1" / "seed=0"
     write_json(cell, {"scalars": last_values(events)})
     (last,) = read_scalars(cell).values()
     assert last == {tag: [(0, float(f"{series[-1][1]:.5g}"))] for tag, series in events.items()}
     shutil.copytree(training, cell, dirs_exist_ok=True)
     assert list(read_scalars(cell).values()) == [events]
-
-
-def test_runs_are_named_without_what_their_paths_share():
-    own = {"loss": [(1, 0.5)]}
-    runs = {f"out/choice={choice}/seed={seed}": own for choice in ("a", "b") for seed in (0, 1)}
+    runs = {f"out/choice={choice}/seed={seed}": last for choice in ("a", "b") for seed in (0, 1)}
     assert {name: len(found) for name, found in group_by_choice(runs).items()} == {"a": 2, "b": 2}
-    assert group_by_choice({"x/hass": own, "x/y/eagle": own}).keys() == {"hass", "y/eagle"}
+    assert group_by_choice({"x/hass": last, "x/y/eagle": last}).keys() == {"hass", "y/eagle"}
 
 
 def test_a_curve_over_runs_is_the_mean_at_shared_steps_with_its_t_interval():
@@ -145,6 +140,6 @@ def test_a_curve_over_runs_is_the_mean_at_shared_steps_with_its_t_interval():
     assert list(found) == [0, 1, 2, 3]
     for step, one in found.items():
         own = values[:, step]
-        low, high = stats.t.interval(0.95, 3, own.mean(), stats.sem(own))
-        assert close((one.value, one.low, one.high), (own.mean(), low, high), dtype=torch.float32)
+        ends = stats.t.interval(0.95, 3, own.mean(), stats.sem(own))
+        assert close((one.value, one.low, one.high), (own.mean(), *ends), dtype=torch.float32)
     assert mean([0.5]).value == 0.5 and not mean([0.5]).interval() and mean_by_step(runs, "loss") == {}

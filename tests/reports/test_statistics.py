@@ -112,19 +112,15 @@ def test_holm_equals_its_definition():
         assert holm([*p, math.nan])[:-1] == holm(p) and math.isnan(holm([*p, math.nan])[-1])
 
 
-@pytest.mark.parametrize("depth", [3, 8])  # 3: the most accepted; beyond it positions are never reached
-def test_tau_is_one_plus_the_products_of_pos_acc(depth):
-    for values in rows_of(make_rows(), depths={"eagle": depth, "poss-1": depth}).values.values():
-        if "rounds" in values:
-            shares = np.nan_to_num([share.value for name, share in values.items() if name.startswith("pos_acc")])
-            assert len(shares) == depth
-            assert near(values["tau_micro"].value, 1 + np.cumprod(shares).sum())
-
-
-def test_intervals_of_shares_stay_between_0_and_1():
-    for values in rows_of(make_rows(prompts=2, rounds=4)).values.values():
-        shares = [share for name, share in values.items() if name == "identical" or name.startswith("pos_acc")]
-        assert all(0 <= share.low <= share.high <= 1 for share in shares if not math.isnan(share.low))
+def test_tau_is_one_plus_the_products_of_pos_acc_whose_intervals_stay_between_0_and_1():
+    for depth in (3, 8):  # 3: the most accepted; positions beyond it are never reached
+        for values in rows_of(make_rows(prompts=2, rounds=4), depths={"eagle": depth, "poss-1": depth}).values.values():
+            shares = [share for name, share in values.items() if name == "identical" or name.startswith("pos_acc")]
+            assert all(0 <= share.low <= share.high <= 1 for share in shares if not math.isnan(share.low))
+            if "rounds" in values:
+                shares = np.nan_to_num([share.value for name, share in values.items() if name.startswith("pos_acc")])
+                assert len(shares) == depth
+                assert near(values["tau_micro"].value, 1 + np.cumprod(shares).sum())
 
 
 def test_p_is_below_5_percent_exactly_where_the_interval_excludes_no_effect():
@@ -147,12 +143,10 @@ def test_p_and_detectable_effect_are_corrected_over_methods():
     assert eight.p > 0.05 and not eight.direction  # the best of nine is judged as one of nine
 
 
-def test_intervals_of_one_training_contain_the_truth_as_often_as_they_claim():
+def test_intervals_contain_the_truth_as_often_as_they_claim():
+    """Of one training for other prompts, of several for other trainings too."""
     shares = coverage.over_prompts(8)
     assert len(shares) == 5 and all(0.92 <= share <= 0.98 for share in shares.values()), shares
-
-
-def test_intervals_of_several_trainings_contain_the_truth_for_other_seeds_and_prompts():
     assert 0.935 <= coverage.over_seeds((0.1, 0.1, 0.3), 40) <= 0.98
     # Where neither varies, more often than they claim: the share of seeds is never negative.
     assert 0.935 <= coverage.over_seeds((0.0, 0.0, 0.3), 40) <= 0.995

@@ -61,42 +61,35 @@ def test_the_store_is_that_of_the_target(tmp_path, dtype, stored):
         assert close(their.features, our.features, **rounding) and close(their.layers, our.layers, **rounding)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda file: save(file | {"hidden_states": file["hidden_states"].half()}), "they must be .* of torch.float32"),
-        (lambda file: save(file | {"token_ids": file["token_ids"].flip(0)}), "gave the states of a different text"),
-        (lambda file: save({"token_ids": file["token_ids"]}), "left no complete file of states at .*hidden_states"),
-        (lambda file: save(file)[:-1], "left no complete file of states at .*incomplete"),
-        (lambda file: None, "left no complete file of states at .*its log says why"),
-    ],
-)
-def test_what_is_not_the_states_of_the_text_is_refused(target, tmp_path, change, words):
-    """The probe passes; no store is finished."""
-
-    def later(content):
-        return save(content) if len(content["token_ids"]) == 24 else change(content)
-
-    with pytest.raises(ValueError, match=words) as error:
-        reader = partial(engine_reader, folder=tmp_path, made=later)
-        write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=(1,), reader=reader)
-    assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
+BROKEN = [  # a file, and what is said of it
+    (lambda file: save(file | {"hidden_states": file["hidden_states"].half()}), "they must be .* of torch.float32"),
+    (lambda file: save(file | {"token_ids": file["token_ids"].flip(0)}), "gave the states of a different text"),
+    (lambda file: save({"token_ids": file["token_ids"]}), "left no complete file of states at .*hidden_states"),
+    (lambda file: save(file)[:-1], "left no complete file of states at .*incomplete"),
+    (lambda file: None, "left no complete file of states at .*its log says why"),
+]
 
 
-def test_an_engine_with_a_different_model_or_numbering_is_refused(target, tmp_path):
-    """As one that counts layers from 0 would be."""
+def test_what_is_not_the_states_of_the_text_or_of_the_target_is_refused(target, tmp_path):
+    """The probe passes, but no store is finished; nor does an engine start that counts layers from 0."""
+    for change, words in BROKEN:
+
+        def later(content, change=change):
+            return save(content) if len(content["token_ids"]) == 24 else change(content)
+
+        with pytest.raises(ValueError, match=words) as error:
+            reader = partial(engine_reader, folder=tmp_path, made=later)
+            write_store(tmp_path / "store", target, make_conversations(), **SIZES, layers=(1,), reader=reader)
+        assert "\n" not in str(error.value) and not (tmp_path / "store" / "manifest.json").exists()
     with pytest.raises(ValueError, match=r"vLLM's features of a short text are not the target's \(relative distance"):
         engine_reader(target, (), folder=tmp_path, model=tiny_target(seed=1))
     with pytest.raises(ValueError, match="vLLM's layers of a short text are not the target's"):
         EngineReader(target, (1,), lambda written: NaiveEngine(target, tmp_path, (written[0] + 1, written[1])))
-
-
-def test_a_target_whose_features_no_module_gives_is_refused(monkeypatch):
-    target = tiny_target()
-    read = target.text_features
-    monkeypatch.setattr(target, "text_features", lambda tokens: 1 * read(tokens))
+    other = tiny_target()
+    read = other.text_features
+    other.text_features = lambda tokens: 1 * read(tokens)
     with pytest.raises(NotImplementedError, match="target 'tiny' has no final norm:"):
-        final_norm(target)
+        final_norm(other)
 
 
 @pytest.mark.parametrize(

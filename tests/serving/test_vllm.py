@@ -140,19 +140,15 @@ class Builder:
         pass
 
 
-def counting(**options: bool):
-    """A builder of a layer whose steps are counted."""
+def test_either_runner_counts_the_steps_and_a_backend_that_rebuilds_on_v2_is_refused():
+    """V1 says which step it builds for; V2 builds once a round, and updates once a step."""
     from poss_lightning.serving.internals import count_steps
 
     backend = type("Backend", (), {"get_builder_cls": lambda: Builder, "get_name": lambda: "NAME"})
     attention = SimpleNamespace(attn_backend=backend)
     count_steps(attention)
-    return attention.attn_backend.get_builder_cls()(**options)
-
-
-def test_either_runner_counts_the_steps():
-    """V1 says which step it builds for; V2 builds once a round, and updates once a step."""
-    builder = counting(v2=False)
+    counting = attention.attn_backend.get_builder_cls()
+    builder = counting(v2=False, supported=False)
     assert [builder.build_for_drafting(None, step).draft_index for step in range(3)] == [0, 1, 2]
     builder = counting(v2=True)
     metadata = builder.build(0, None)
@@ -160,12 +156,8 @@ def test_either_runner_counts_the_steps():
         assert metadata.draft_index == step
         builder.update_draft_decode_metadata(metadata)
     assert builder.build(0, None).draft_index == 0
-
-
-def test_a_backend_that_rebuilds_on_v2_is_refused():
     with pytest.raises(RuntimeError, match="backend NAME does not count draft steps on vLLM's V2"):
         counting(v2=True, supported=False)
-    counting(v2=False, supported=False)
 
 
 def test_a_method_for_the_other_kind_of_draft_is_refused(target, folder, tmp_path):
