@@ -96,7 +96,7 @@ def choose_sizes(note: Path, target: str, minutes: float) -> dict[str, int]:
     expected = (OVERHEAD + (FIXED + WHOLE * share) * seconds) / 60
     print(
         f"This takes about {expected:.0f} minutes: {sizes['steps']} of {STEPS} steps of each training, "
-        f"{sizes['questions']} of {QUESTIONS} questions of each suite, {sizes['tokens']} of {TOKENS} tokens an answer"
+        f"{sizes['questions']} of {QUESTIONS} questions of each suite, {sizes['tokens']} of {TOKENS} tokens per answer"
     )
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps(sizes))

@@ -117,7 +117,8 @@ def decoded_texts(answers: pd.DataFrame) -> Iterator[dict[str, Any]]:
     """First turn and first repeat of some prompts: the first of each suite, then the second of each, and so on."""
     first = answers.query("turn == 0 and repeat == 0").sort_values("seed", kind="stable")
     firsts = first.drop_duplicates(["method", *KEY]).groupby("method", sort=False)  # of each method's first training
-    texts = {name: own.join(read_answers(own), on=ANSWER_KEY).set_index(KEY[:2]).sort_index() for name, own in firsts}
+    joined = {name: own.join(read_answers(own), on=ANSWER_KEY).fillna({"question": ""}) for name, own in firsts}
+    texts = {name: own.set_index(KEY[:2]).sort_index() for name, own in joined.items()}
     with_text = next(iter(texts.values()))["pieces"].dropna()
     for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:SHOWN_PROMPTS]:
         answers = [own.loc[prompt].to_dict() | {"name": name} for name, own in texts.items() if prompt in own.index]

@@ -103,6 +103,12 @@ def test_a_replay_has_no_speeds_and_its_page_no_empty_sections(tmp_path):
     assert not any(words in page for words in ("Decoded text", "Milliseconds", "Training"))
 
 
+def test_an_answer_whose_question_was_not_kept_is_shown_without_one(tmp_path):
+    write_run(tmp_path / "run", [row | {"question": None} for row in make_rows()], {})
+    first, _ = page_of(tmp_path / "run", tmp_path).partition("Decoded text")[2].partition('<div class="answer">')[::2]
+    assert "nan" not in first and "What is" not in first
+
+
 def test_spans_are_the_rounds_and_have_every_piece_once():
     short = split_rounds([2, 0], ["a", "b", "\n", "c", "d"])
     assert short == [("plain", "a"), ("accepted", "b↵\n"), ("bonus", "c"), ("bonus", "d")]
