@@ -39,7 +39,7 @@ TOOLS = {
         "poss_lightning.evaluation.replay",
         "measure acceptance of drafts on stored answers, without the target",
     ),
-    "doctor": ("poss_lightning.doctor.command", "find why a draft accepts less than it should, and what to change"),
+    "doctor": ("poss_lightning.doctor.cli", "find why a draft accepts less than it should, and what to change"),
     "sweep": ("poss_lightning.sweep", "train and measure an experiment: choices and seeds, summed up"),
     "compare": (
         "poss_lightning.reports.compare",

@@ -98,6 +98,19 @@ def forest(gains: Mapping[str, Any], no_effect: float = 0.0) -> Figure:
     return figure
 
 
+def bars(values: Mapping[str, Any], least: float = 0.0) -> Figure:
+    """Draw a bar from `least` for each value, with its interval, in their order from top to bottom."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(values)), layout="constrained")
+        axes = figure.add_subplot()
+        for place, value in enumerate(values.values()):
+            axes.barh(-place, value.value - least, left=least, color=COLOURS[0], alpha=0.6)
+            axes.plot([value.low, value.high], [-place, -place], color=INK, linewidth=1.4)
+        axes.set_yticks([-place for place in range(len(values))], [*values])
+        axes.grid(False, axis="y")
+    return figure
+
+
 def to_svg(figure: Figure, label: str) -> str:
     """Write the figure as inline SVG: its letters are text, its ink has the page's colour, and it loads nothing."""
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}), warnings.catch_warnings():

@@ -11,9 +11,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,15 +21,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from poss_lightning.doctor.command import FOREIGN, NOTHING, Case, find_causes
-from poss_lightning.doctor.files import load
-from poss_lightning.doctor.texts import FROM_STORE, TargetAnswers
+from poss_lightning.doctor.answers import Answers
+from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Case, find_causes, report
+from poss_lightning.doctor.load import load
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.interop.convert import convert
+from poss_lightning.interop.facts import compare_facts
 from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 
+TEXTS = 48
 Config, State = dict[str, Any], dict[str, Tensor]
 Plant = Callable[[Config, State], Any]
 HALVES = torch.arange(64).view(2, -1).T.flatten()  # the order of a head's dimensions whose rotary pairs are neighbours
@@ -175,7 +175,7 @@ def main(runs: str, *parts: str) -> None:
     target, file = Target.load("embedded"), Path(runs, "plants.jsonl")
     sources = {EAGLE: "embedded-hass", POSS: "embedded-poss2"}
     sources |= {EAGLE_3: f"{runs}/eagle3/draft-last", BLOCK: f"{runs}/block/draft-last"}
-    texts = TargetAnswers(target, Path(runs), FROM_STORE, 0, FeatureStore(f"{runs}/texts"), 48)
+    texts = Answers(target, [], FeatureStore(f"{runs}/texts"), TEXTS)
     chosen = [each for part in parts or [""] for each in PLANTS if part in f"{each[0]} {each[1]}"]
     for kind, name, plant, words in tqdm(chosen, unit="fault"):
         done = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
@@ -183,18 +183,16 @@ def main(runs: str, *parts: str) -> None:
             continue
         folder = Path(runs, "faults", f"{kind}-{name}".replace(" ", "-"))
         plant_in(publish(sources[kind], Path(runs, "published", kind), kind), folder, plant)
-        reading, _ = load(str(folder), kind, [2, 2, 2] if kind == POSS else None, target)
-        start, printed = time.perf_counter(), StringIO()
-        with redirect_stdout(printed):
-            find_causes(Case(Work(folder / "measured"), texts), reading)
-        lines = printed.getvalue().split("\n\n")[-1].splitlines()
-        causes = [line for line in lines if line and not line.startswith("config.json for")]
+        found = load(str(folder), kind, [2, 2, 2] if kind == POSS else None, target)
+        start, facts = time.perf_counter(), compare_facts(found.stated, found.config, target)
+        lines = report(found, find_causes(Case(Work(folder / "measured"), texts), found, facts), [], facts, TEXTS)
+        causes = [line for line in lines if not line.startswith("config.json for")]
         expected = words.split("|")
         named = len(causes) == len(expected) and all(sum(c.startswith(w) for c in causes) == 1 for w in expected)
         result = {"format": kind, "fault": name, "named": named, "causes": causes}
-        with file.open("a") as lines:
+        with file.open("a") as written:
             seconds = round(time.perf_counter() - start)
-            lines.write(json.dumps(result | {"seconds": seconds}, ensure_ascii=False) + "\n")
+            written.write(json.dumps(result | {"seconds": seconds}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

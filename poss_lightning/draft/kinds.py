@@ -78,7 +78,7 @@ class Eagle3(Chain):
         return self.norm(predicted)
 
     def logits(self, predicted: Tensor, embed_head: EmbedHead, product: Product | None = None) -> Tensor:
-        return self.lm_head(self.norm(predicted))
+        return self.lm_head(self.head_input(predicted))
 
     def normalise(self, embedded: Tensor, draft_input: Tensor) -> None:
         if self.config.input_norms:  # their output, if all vectors of a layer were equally long

@@ -5,7 +5,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from poss_lightning.decoding.plans import TreePlan
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
 from poss_lightning.metrics import PositionAcceptance

@@ -32,6 +32,7 @@ from poss_lightning.interop.tensors import (
     check_names,
     find_vocabulary,
     from_attention_biases,
+    sort_layers,
     strip_prefix,
     to_ours,
     to_theirs,
@@ -75,8 +76,8 @@ def convert(
             what the draft computes.
     """
     ours = input_format == "ours"
-    words = f"allocation is {allocation}; a draft of ours states its own: leave it out"
-    refuse((ours and allocation is not None, words))
+    reason = f"allocation is {allocation}; a draft of ours states its own: leave it out"
+    refuse((ours and allocation is not None, reason))
     check_new(out)
     if ours and output_format == "ours":
         draft = load_draft(source).to(getattr(torch, dtype or "float32"))
@@ -101,8 +102,10 @@ def convert(
 
 def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
     """Return tensors in a dtype, but for whole numbers; as they are with None."""
-    own = dtype and getattr(torch, dtype)
-    return {name: each.to(own) if own and each.is_floating_point() else each for name, each in state.items()}
+    if dtype is None:
+        return state
+    to = getattr(torch, dtype)
+    return {name: each.to(to) if each.is_floating_point() else each for name, each in state.items()}
 
 
 def _load_ours(source: str) -> Draft:
@@ -148,13 +151,13 @@ def parse_published(published: Published, target: Target) -> Draft:
     """
     stored, tensors, layout, allocation, checks = published
     ids = find_vocabulary(tensors, layout, target.spec.vocab_size, checks)
-    layers, known = max(layout.count_layers(tensors), 1), target.model.config.get_text_config().to_dict()
+    layers, target_keys = max(layout.count_layers(tensors), 1), target.model.config.get_text_config().to_dict()
     config = settings.parse_config(
-        stored, layout, allocation, target.spec, len(ids), layers, checks=checks, harmless=known
+        stored, layout, allocation, target.spec, len(ids), layers, checks=checks, harmless=target_keys
     )
     config = check_names(tensors, config, layout, checks)
-    kept = ids if config.vocabulary_size else None
-    differing = check_frozen(tensors, target.embed_head.restrict(kept), layout, checks)
+    vocabulary = ids if config.vocabulary_size else None
+    differing = check_frozen(tensors, target.embed_head.restrict(vocabulary), layout, checks)
     state = to_ours(tensors, config, layout, ids, target.embed_head)
     unread = {name: each for name, each in tensors.items() if name in differing or name == TO_DRAFT}
     return Draft(config, state, checks.problems, unread)
@@ -186,7 +189,8 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
     if output_format == "ours":
         checkpoints.write_folder(out, draft.state, config.to_json())
     else:
-        layout = find_layout(output_format, config)
+        draft = sort_layers(draft)
+        config, layout = draft.config, find_layout(output_format, config)
         check_expressible(config, layout)
         tensors = to_theirs(draft, layout, target.embed_head)
         published = settings.publish(config, layout, tensors, target.embed_head.tied)

@@ -144,9 +144,9 @@ def find_layout(output_format: str, config: DraftConfig) -> Layout:
 
 
 def refuse(*reasons: tuple[bool, str]) -> None:
-    """Raise ValueError with the words of the first reason that holds."""
-    if words := next((words for holds, words in reasons if holds), None):
-        raise ValueError(words)
+    """Raise ValueError with the message of the first reason that holds."""
+    if message := next((message for holds, message in reasons if holds), None):
+        raise ValueError(message)
 
 
 def check_expressible(config: DraftConfig, layout: Layout) -> None:
@@ -176,5 +176,7 @@ def check_expressible(config: DraftConfig, layout: Layout) -> None:
 def check_layers(config: DraftConfig) -> None:
     """Raise ValueError where published code would read other layers of the target: it takes them in ascending order."""
     layers = list(config.aux_layers)
-    words = f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
-    refuse((layers != sorted({*layers}), words + "three need a target of 7 layers or more"))
+    reason = (
+        f"it fuses layers {layers} of {config.target.layers}; published code takes ascending layers, and EAGLE-3's "
+    )
+    refuse((layers != sorted({*layers}), reason + "three need a target of 7 layers or more"))

@@ -13,19 +13,19 @@ class Problem(NamedTuple):
         value: what the file has there: a value, or a tensor.
         allowed: what would be right, in words.
         repair: how the file is read nevertheless; "" where it cannot be.
-        place: the file of the key; "" for tensors.
+        file: of the key; "" for tensors.
     """
 
     key: str
     value: Any
     allowed: str
     repair: str = ""
-    place: str = "config.json: "
+    file: str = "config.json: "
 
     def __str__(self) -> str:
         shape = f"{self.value.dtype} {[*self.value.shape]}" if isinstance(self.value, Tensor) else repr(self.value)
-        shape = "missing" if self.value is None and not self.place else shape
-        return f"{self.place}{self.key} is {shape}; {self.allowed}"
+        shape = "missing" if self.value is None and not self.file else shape
+        return f"{self.file}{self.key} is {shape}; {self.allowed}"
 
 
 class ForeignDraft(ValueError):
@@ -44,7 +44,7 @@ class Checks:
 
     def tensor(self, holds: bool, name: str, value: Tensor | None, allowed: str, repair: str = "") -> bool:
         """Return whether a tensor is right; ValueError if it is not, and has no repair."""
-        return holds or self.add(Problem(name, value, allowed, repair, place=""))
+        return holds or self.add(Problem(name, value, allowed, repair, file=""))
 
     def add(self, problem: Problem) -> bool:
         """Note a problem that has a repair; ValueError for others."""

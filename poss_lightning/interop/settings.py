@@ -108,11 +108,11 @@ def parse_config(
     _check_sizes(stated, spec)
     _check_layers(checks, stated, layout, layers)
     _check_keys(checks, stated, layout.kind, spec, {*HARMLESS, *harmless})
-    words, size = f"the draft proposes {vocabulary} tokens", stated.get("draft_vocab_size", spec.vocab_size)
-    checks.expect(size == vocabulary, "draft_vocab_size", size, words, "ignored")
+    allowed, size = f"the draft proposes {vocabulary} tokens", stated.get("draft_vocab_size", spec.vocab_size)
+    checks.expect(size == vocabulary, "draft_vocab_size", size, allowed, "ignored")
     theta = (stated | rope).get("rope_theta", 10000.0)
-    words = "it must be a number, the base of the rotation"
-    checks.expect(is_number := isinstance(theta, int | float), "rope_theta", theta, words, "read as 10000")
+    allowed = "it must be a number, the base of the rotation"
+    checks.expect(is_number := isinstance(theta, int | float), "rope_theta", theta, allowed, "read as 10000")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
@@ -132,8 +132,8 @@ def parse_config(
     if layout.kind == "eagle3":
         config = replace(config, inner_layers=_find_layers(checks, stated, config))
     ours = {name: value for name, value in mapping(stated, CONFIG_KEY).items() if name in UNSTATED[1:]}
-    depth, words = ours.get("depth", config.depth), f"block_size says {config.depth}"
-    if not checks.expect(not config.one_pass or depth == config.depth, "depth", depth, words, "ignored"):
+    depth, allowed = ours.get("depth", config.depth), f"block_size says {config.depth}"
+    if not checks.expect(not config.one_pass or depth == config.depth, "depth", depth, allowed, "ignored"):
         del ours["depth"]
     config = replace(config, **ours)
     check_layers(config)
@@ -143,17 +143,17 @@ def parse_config(
 def find_positions(published: dict[str, Any]) -> int:
     """Return the number of tokens that a block draft proposes: its first place holds the newest token."""
     size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
-    words = "it must be the places of a block, 2 or more"
-    Checks().expect(type(size) is int and size > 1, "block_size", size, words)  # raises
+    allowed = "it must be the places of a block, 2 or more"
+    Checks().expect(type(size) is int and size > 1, "block_size", size, allowed)  # raises
     return size - 1
 
 
 def _check_sizes(stated: dict[str, Any], spec: TargetSpec) -> None:
     """Refuse sizes that are not the target's; of a different target where they cannot be a draft's own."""
-    found = {"num_target_layers": spec.layers, "head_dim": spec.hidden_size // spec.heads} | stated
-    found = {"num_key_value_heads": found.get("num_attention_heads")} | found | mapping(stated, DFLASH_KEY)
+    sizes = {"num_target_layers": spec.layers, "head_dim": spec.hidden_size // spec.heads} | stated
+    sizes = {"num_key_value_heads": sizes.get("num_attention_heads")} | sizes | mapping(stated, DFLASH_KEY)
     for key, field in SIZES.items():
-        if (value := found.get(key)) != (expected := getattr(spec, field)):
+        if (value := sizes.get(key)) != (expected := getattr(spec, field)):
             problem = Problem(key, value, f"a draft of ours for {spec.name} has {expected}")
             raise ForeignDraft(problem) if key in FOREIGN and value is not None else ValueError(problem)
 
@@ -175,16 +175,16 @@ def _check_keys(
 ) -> None:
     """Name every key by which an engine may compute something else than a draft of ours."""
     neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap, "target_hidden_size": spec.hidden_size}
-    known = {*READ, DFLASH_KEY, *OF_BLOCKS} if kind == "block" else READ
+    read_keys = {*READ, DFLASH_KEY, *OF_BLOCKS} if kind == "block" else READ
     for level in (stated, mapping(stated, EAGLE_KEY), mapping(stated, DFLASH_KEY) if kind == "block" else {}):
         for key, value in level.items():
             if key in neutral:
                 checks.expect(
                     value in (neutral[key], None), key, value, f"a draft of ours has {neutral[key]}", "ignored"
                 )
-            elif key not in known:
-                words = "a draft of ours does not have it, and an engine may compute something else by it"
-                checks.expect(key in harmless or not value, key, value, words, "ignored")
+            elif key not in read_keys:
+                allowed = "a draft of ours does not have it, and an engine may compute something else by it"
+                checks.expect(key in harmless or not value, key, value, allowed, "ignored")
     rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")
     for key, value, expected in (
         ("partial_rotary_factor", (stated | rope).get("partial_rotary_factor", 1), 1),
@@ -195,15 +195,15 @@ def _check_keys(
 
 def _find_block(checks: Checks, stated: dict[str, Any], spec: TargetSpec, layers: int) -> dict[str, Any]:
     """Return the fields that only a block draft has. Each setting is in dflash_config, else on the top level."""
-    found, nested = {name: stated.get(name) for name in OF_BLOCKS}, mapping(stated, DFLASH_KEY)
+    top_level, nested = {name: stated.get(name) for name in OF_BLOCKS}, mapping(stated, DFLASH_KEY)
     for key in OF_BLOCKS:
-        pair = {str(level[key]): level[key] for level in (found, nested) if level.get(key) is not None}
+        pair = {str(level[key]): level[key] for level in (top_level, nested) if level.get(key) is not None}
         checks.expect(len(pair) < 2, key, list(pair.values()), "it must have one value", f"read as {nested.get(key)}")
-    found |= nested
-    mask = found["mask_token_id"]
-    is_token, words = type(mask) is int and 0 <= mask < spec.vocab_size, f"it must be one of {spec.vocab_size} tokens"
-    checks.expect(is_token, "mask_token_id", mask, f"{words} of {spec.name}", "read as the last of them")
-    ids = _count_layers(checks, "target_layer_ids", found["target_layer_ids"], 0, spec)
+    top_level |= nested
+    mask = top_level["mask_token_id"]
+    is_token, allowed = type(mask) is int and 0 <= mask < spec.vocab_size, f"it must be one of {spec.vocab_size} tokens"
+    checks.expect(is_token, "mask_token_id", mask, f"{allowed} of {spec.name}", "read as the last of them")
+    ids = _count_layers(checks, "target_layer_ids", top_level["target_layer_ids"], 0, spec)
     return {"block_layers": layers, "inner_layers": ids, "mask_token": mask if is_token else None}
 
 
@@ -213,23 +213,23 @@ def _count_layers(checks: Checks, key: str, ids: Any, start: int, spec: TargetSp
     is_list = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
     shifts = [[i + n for i in ids] for n in (0, -1, 1)] if is_list else []
     fitting = next((shifted for shifted in shifts if {*shifted} <= {*inside}), None)
-    words = f"it must be numbers of inner layers of {spec.name}, from {start}"
+    allowed = f"it must be numbers of inner layers of {spec.name}, from {start}"
     repair = f"read as {fitting}" if fitting else "ignored" if key == LAYER_IDS else ""
-    checks.expect(ids == fitting and is_list, key, ids, words, repair)
+    checks.expect(ids == fitting and is_list, key, ids, allowed, repair)
     ascending = sorted(fitting or [])
-    words = f"published code takes layers of {spec.layers} in ascending order, each once"
+    allowed = f"published code takes layers of {spec.layers} in ascending order, each once"
     repair = f"read as {ascending}" if len({*ascending}) == len(ascending) else ""
-    checks.expect(fitting in (None, sorted({*ascending})), key, fitting, words, repair)
+    checks.expect(fitting in (None, sorted({*ascending})), key, fitting, allowed, repair)
     return tuple(i + 1 - start for i in ascending) or None
 
 
 def _find_scaling(checks: Checks, rope: dict[str, Any]) -> RopeScaling | None:
     of_kinds = [name for name, value in rope.items() if isinstance(value, dict)]
-    words = f"it must be for one kind of layer, not for {of_kinds}"
-    checks.expect(not of_kinds, "rope_parameters", rope, words, "ignored")
+    allowed = f"it must be for one kind of layer, not for {of_kinds}"
+    checks.expect(not of_kinds, "rope_parameters", rope, allowed, "ignored")
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    known = ("default", "mrope", "llama3")  # of text alone, mrope's angles are the default
-    checks.expect(kind in known, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'", "ignored")
+    supported = ("default", "mrope", "llama3")  # of text alone, mrope's angles are the default
+    checks.expect(kind in supported, "rope_scaling", kind, "a draft of ours has 'default' or 'llama3'", "ignored")
     if kind != "llama3" or of_kinds:
         return None
     numbers: dict[str, Any] = {field.name: rope.get(field.name) for field in fields(RopeScaling)}
@@ -243,10 +243,10 @@ def _find_window(checks: Checks, stated: dict[str, Any], kind: Kind) -> int | No
     checks.expect(is_one, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}", "ignored")
     if not is_one or kinds[0] == FULL:
         return None
-    words = "it must be the slots that a query sees"
-    checks.expect(window is not None, "sliding_window", window, words, "ignored")
-    words = "a block draft of ours sees the whole context"  # z-lab's own window moves with the block's places
-    return window if checks.expect(kind != "block", "layer_types", kinds, words, "ignored") else None
+    allowed = "it must be the slots that a query sees"
+    checks.expect(window is not None, "sliding_window", window, allowed, "ignored")
+    allowed = "a block draft of ours sees the whole context"  # z-lab's own window moves with the block's places
+    return window if checks.expect(kind != "block", "layer_types", kinds, allowed, "ignored") else None
 
 
 def _find_layers(checks: Checks, stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
@@ -256,8 +256,8 @@ def _find_layers(checks: Checks, stated: dict[str, Any], config: DraftConfig) ->
     """
     top, usual = stated.get(LAYER_IDS), list(config.aux_layers)
     ids, from_0 = top or mapping(stated, EAGLE_KEY).get(LAYER_IDS), [layer - 1 for layer in usual]
-    words = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
-    is_right = checks.expect(not top or top != from_0, LAYER_IDS, top, words, f"read as {usual}")
+    allowed = f"it counts from 1, and the usual layers of {config.target.name} are {usual}"
+    is_right = checks.expect(not top or top != from_0, LAYER_IDS, top, allowed, f"read as {usual}")
     if not is_right or not ids or ids in (usual, from_0):
         return None
     return _count_layers(checks, LAYER_IDS, ids, 1 if top else 0, config.target)

@@ -30,11 +30,11 @@ def flatten(stored: dict[str, Any], checks: Checks) -> dict[str, Any]:
         (KIND, stored.get(KIND), "eagle3"),
         (f"{LAYER_KEYS}.model_type", layer.get("model_type"), "llama"),  # Qwen3's has norms for queries and keys
     ):
-        words = f"a draft of ours in this --input_format has {expected!r}"
-        checks.expect(value == expected, key, value, words)
+        allowed = f"a draft of ours in this --input_format has {expected!r}"
+        checks.expect(value == expected, key, value, allowed)
     switch = stored.get("norm_before_residual")
-    words = "vLLM takes it for true and speculators for false: add it, as the draft was trained"
-    checks.expect(switch is not None, "norm_before_residual", switch, words, "read as true")
+    allowed = "vLLM takes it for true and speculators for false: add it, as the draft was trained"
+    checks.expect(switch is not None, "norm_before_residual", switch, allowed, "read as true")
     outer = {key: value for key, value in stored.items() if key not in (KIND, LAYER_KEYS, ENGINE_KEYS)}
     return layer | outer | {"norm_before_residual": switch is None or switch}
 

@@ -34,8 +34,8 @@ def strip_prefix(tensors: dict[str, Tensor], name: str, checks: Checks) -> dict[
     """Return the tensors without what a training framework put before their names, if it is before `name`."""
     prefixed = next((each for each in tensors if each.endswith(f".{name}")), name)
     prefix = prefixed.removesuffix(name)
-    words = f"the file must have {name}: remove {prefix!r} from its names"
-    checks.tensor(name in tensors or not prefix, prefixed, tensors.get(prefixed), words, f"read without {prefix!r}")
+    allowed = f"the file must have {name}: remove {prefix!r} from its names"
+    checks.tensor(name in tensors or not prefix, prefixed, tensors.get(prefixed), allowed, f"read without {prefix!r}")
     return tensors if name in tensors else {key.removeprefix(prefix): value for key, value in tensors.items()}
 
 
@@ -50,12 +50,12 @@ def check_frozen(tensors: dict[str, Tensor], embed_head: EmbedHead, layout: Layo
     for name, ours in frozen.items():
         if (theirs := tensors.get(name)) is None:
             continue
-        words = f"the target's is {list(ours.shape)}"
+        allowed = f"the target's is {list(ours.shape)}"
         is_alike = theirs.shape == ours.shape and theirs.is_floating_point()
         if is_alike:
-            words = f"it is not the target's, which differs by more than the rounding of {theirs.dtype}, {ours.dtype}"
+            allowed = f"it is not the target's, which differs by more than the rounding of {theirs.dtype}, {ours.dtype}"
             is_alike = _is_near(theirs, ours)
-        if not checks.tensor(is_alike, name, theirs, f"{words}: is it of another target?", "ignored"):
+        if not checks.tensor(is_alike, name, theirs, f"{allowed}: is it of another target?", "ignored"):
             differing.add(name)
     return differing
 
@@ -79,20 +79,20 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int, chec
         return torch.arange(total)
     offsets, marks = tensors.get(TO_TARGET), tensors.get(TO_DRAFT)
     if offsets is None:
-        words = f"{HEAD} has {rows} rows for {total} tokens"
+        allowed = f"{HEAD} has {rows} rows for {total} tokens"
         checks.tensor(
-            False, TO_TARGET, None, words, f"read as the ids that {TO_DRAFT} marks" if marks is not None else ""
+            False, TO_TARGET, None, allowed, f"read as the ids that {TO_DRAFT} marks" if marks is not None else ""
         )
         return marks.nonzero()[:, 0]  # pyright: ignore[reportOptionalMemberAccess]
     ids = offsets.flatten() + torch.arange(offsets.numel())
-    words = f"it must lead to ascending ids of the target's {total}"
+    allowed = f"it must lead to ascending ids of the target's {total}"
     read_as_ids = "read as ids" if _are_ids(offsets.flatten(), total) else ""
     is_whole = offsets.ndim == 1 and offsets.dtype in (torch.int32, torch.int64)
-    if not checks.tensor(is_whole and _are_ids(ids, total), TO_TARGET, offsets, words, read_as_ids):
+    if not checks.tensor(is_whole and _are_ids(ids, total), TO_TARGET, offsets, allowed, read_as_ids):
         return offsets.long().flatten()
     is_marked = marks is None or not marks.any() or marks.tolist() == _make_maps(ids, total)[TO_DRAFT].tolist()
-    words = f"it does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
-    checks.tensor(is_marked, TO_DRAFT, marks, words, "ignored")
+    allowed = f"it does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
+    checks.tensor(is_marked, TO_DRAFT, marks, allowed, "ignored")
     return ids
 
 
@@ -110,9 +110,9 @@ def to_ours(
     Args:
         ids: the token ids that it proposes, from `find_vocabulary`.
     """
-    names, kept = layout.number_names(config), ids if config.vocabulary_size else None
+    names, vocabulary = layout.number_names(config), ids if config.vocabulary_size else None
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in make_draft(config, kept).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in make_draft(config, vocabulary).state_dict().items()}
     dtype = tensors["fc.weight"].dtype
     defaults = {
         "scale": torch.ones(shapes["scale"]),
@@ -137,9 +137,9 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout,
         ValueError: a tensor is missing.
     """
     for name, switch in SWITCH_OF.items():
-        words = f"{switch} is not set in config.json"
+        allowed = f"{switch} is not set in config.json"
         if layout.kind == "eagle3" and name in tensors and not config.input_norms:
-            checks.tensor(False, name, tensors[name], words, f"read with {switch}")
+            checks.tensor(False, name, tensors[name], allowed, f"read with {switch}")
             config = replace(config, **{switch: True})
     names = layout.number_names(config).values()
     lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
@@ -151,9 +151,24 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout,
     unknown = sorted(tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps)
     others = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
     for name in unknown[:1]:
-        words = f"it has no place in this layout{others}: is it of another --input_format?"
-        checks.tensor(False, name, tensors[name], words, "ignored")
+        allowed = f"it has no place in this layout{others}: is it of another --input_format?"
+        checks.tensor(False, name, tensors[name], allowed, "ignored")
     return config
+
+
+def sort_layers(draft: Draft) -> Draft:
+    """Return a draft that reads its layers in ascending order, as published code does, and computes the same."""
+    layers = draft.config.aux_layers
+    order = sorted(range(len(layers)), key=layers.__getitem__)
+    if order == sorted(order):
+        return draft
+    state, norms = dict(draft.state), draft.config.input_norms
+    for name in ("fc.weight", "scale", *(["fc_norm.0.weight"] if norms == 1 else [])):
+        state[name] = state[name].unflatten(-1, (len(order), -1))[..., order, :].flatten(-2)
+    for new, old in enumerate(order if norms > 1 else ()):
+        state[f"fc_norm.{new}.weight"] = draft.state[f"fc_norm.{old}.weight"]
+    config = replace(draft.config, inner_layers=tuple(sorted(layers)))
+    return draft._replace(config=config, state=state)
 
 
 def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, Tensor]:
@@ -202,12 +217,18 @@ def from_attention_biases(tensors: dict[str, Tensor], checks: Checks) -> dict[st
     if not {*names.values()} <= tensors.keys():
         return tensors
     rest, bias = {name: each for name, each in tensors.items() if name not in names.values()}, tensors[names["o_proj"]]
-    for name, place in names.items():
+    for name, bias_name in names.items():
         if name != "o_proj":
             expected = tensors[f"layers.0.self_attn.{name}.weight"].double() @ bias.double()
-            near = torch.allclose(tensors[place].double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max()))
+            near = torch.allclose(
+                tensors[bias_name].double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+            )
             checks.tensor(
-                near, place, tensors[place], "attention of ours has no bias, and fc's does not make it", "ignored"
+                near,
+                bias_name,
+                tensors[bias_name],
+                "attention of ours has no bias, and fc's does not make it",
+                "ignored",
             )
     return rest | {BIAS: bias}
 

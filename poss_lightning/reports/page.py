@@ -1,24 +1,20 @@
 """The page of `poss compare --html`: tables, curves and decoded text in one file that loads nothing else."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from poss_lightning import plots
 from poss_lightning.evaluation.rounds import ANSWER_KEY, KEY, read_answers
-from poss_lightning.files import atomic, public_name
+from poss_lightning.files import public_name
+from poss_lightning.reports.html import write_html
 from poss_lightning.reports.results import ALL, Findings
 from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_by_step, read_scalars, series_by_depth
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.tables import LEGEND, all_tables, compared_measures, overview, reference_of, verdict
 
-# What HTML forbids: control characters but tab and ends of lines.
-CONTROLS = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
 SHOWN_PROMPTS = 6  # whose decoded text is shown, at most
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
@@ -43,7 +39,8 @@ def write_page(findings: Findings, out: str, baseline: str = "plain", runs: list
     drafts = {name: facts for run in findings.runs.values() for name, facts in run.get("methods", {}).items() if facts}
     methods = pd.DataFrame(drafts).T.rename_axis("method").reset_index().map(str).replace("nan", "")
     methods = methods.drop(columns="weights", errors="ignore")  # of one training
-    page = _template().render(
+    write_html(
+        out,
         title=findings.title,
         circumstances=describe_runs(findings.runs.values()),
         verdict=verdict(results, baseline),
@@ -55,16 +52,6 @@ def write_page(findings: Findings, out: str, baseline: str = "plain", runs: list
         training=training_figures(trained),
         texts=list(decoded_texts(findings.answers)),
     )
-    with atomic(out) as path:
-        path.write_text(page.translate(CONTROLS), encoding="utf-8")
-
-
-def _template() -> Any:
-    folder = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    pages.filters["svg"] = lambda figure, title: Markup(plots.to_svg(figure, title))
-    pages.filters["table"] = lambda table: Markup(table.to_html(index=False, border=0, escape=True, justify="unset"))
-    return pages.get_template("page.html.j2")
 
 
 def describe_runs(runs: Iterable[dict[str, Any]]) -> list[str]:

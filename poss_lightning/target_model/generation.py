@@ -139,7 +139,7 @@ class PlainDecoder:
         """
         texts: list[list[int]] = [[] for _ in prompts]
         limits = [limit] * len(prompts) if isinstance(limit, int) else limit
-        with tqdm(desc="tokens", unit="token", leave=False, delay=2) as bar:
+        with tqdm(desc="tokens", unit="token", total=sum(limits), leave=False, delay=2) as bar:
             for tokens in self.steps(prompts, limits, stops, sampling, generator, rows=rows):
                 bar.update(len(tokens))
                 for prompt, token in tokens.items():

@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from poss_lightning import cli
-from poss_lightning.doctor.command import Case, find_causes
-from poss_lightning.doctor.files import load
-from poss_lightning.doctor.texts import ANSWERS, TargetAnswers, ask
+from poss_lightning.doctor.answers import ANSWERS, Answers, make_prompts, write_answers
+from poss_lightning.doctor.diagnosis import NOTHING, Case, find_causes, report
+from poss_lightning.doctor.load import load
 from poss_lightning.evaluation.suites import read_suites
+from poss_lightning.interop.facts import compare_facts
 from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 from tests.support.families import FAMILIES, SIZE
@@ -54,15 +55,12 @@ def family_target(tmp_path_factory) -> Callable[[str], tuple[Target, str]]:
 
 
 @pytest.fixture(scope="session")
-def texts_of(prompts, tmp_path_factory) -> Callable[[Target], TargetAnswers]:
+def texts_of(prompts) -> Callable[[Target], Answers]:
     """The answers of a target, which are written and read once."""
-    questions = read_suites(prompts)
 
     @cache
-    def answer(target: Target) -> TargetAnswers:
-        return TargetAnswers(
-            target, tmp_path_factory.mktemp("answers"), ask(target, questions), 40, None, len(questions)
-        )
+    def answer(target: Target) -> Answers:
+        return Answers(target, write_answers(target, make_prompts(target, read_suites(prompts)), 40))
 
     return answer
 
@@ -74,23 +72,24 @@ def learnt(deep, texts_of, tmp_path_factory) -> Callable[..., Path]:
     @cache
     def learn(kind: str, target: Target = deep, texts: str = ANSWERS, **how) -> Path:
         folder = tmp_path_factory.mktemp("learnt") / kind
-        learnt_draft(target, texts_of(target).samples(texts), kind, **how).save_pretrained(folder)
+        learnt_draft(target, [*texts_of(target).samples(texts).values()], kind, **how).save_pretrained(folder)
         return folder
 
     return learn
 
 
 @pytest.fixture
-def diagnose(deep, texts_of, tmp_path, capsys) -> Callable[..., list[str]]:
-    """The causes that `poss doctor` prints, or that there are none."""
+def diagnose(deep, texts_of, tmp_path) -> Callable[..., list[str]]:
+    """The causes that `poss doctor` prints; `NOTHING` without what differs."""
     number = count()
 
     def run(draft: Path, input_format: str = "ours", allocation: list[int] | None = None, target: Target = deep):
-        capsys.readouterr()
-        reading, _ = load(str(draft), input_format, allocation, target)
-        find_causes(Case(Work(tmp_path / f"measured-{next(number)}"), texts_of(target)), reading)
-        printed = capsys.readouterr().out.split("\n\n")[-1]
-        return [line for line in printed.splitlines() if line and not line.startswith("config.json for")]
+        found = load(str(draft), input_format, allocation, target)
+        case = Case(Work(tmp_path / f"measured-{next(number)}"), texts_of(target))
+        known = compare_facts(found.stated, found.config, target)
+        lines = report(found, find_causes(case, found, known), [], known, 12)
+        lines = [line for line in lines if not line.startswith("config.json for")]
+        return [NOTHING if line.startswith(NOTHING) else line for line in lines]
 
     return run
 

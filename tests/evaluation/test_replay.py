@@ -13,9 +13,9 @@ from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.kinds import make_draft
 from poss_lightning.draft.specialists import DraftModel
-from poss_lightning.evaluation import replay
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation import stored_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
+from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.sampling import GREEDY, Sampling
 from tests.support.decoders import speculate
@@ -103,7 +103,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, plan, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        monkeypatch.setattr(replay, "ROWS", rows)
+        monkeypatch.setattr(stored_rounds, "ROWS", rows)
         replayed = replay_rounds(draft, target.embed_head, samples, plan)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             left = len(answer) - 1 - sum(a + 1 for a in rounds)

@@ -5,13 +5,15 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from poss_lightning.draft.kinds import load_draft
+from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.interop.convert import Published, parse_published
 from poss_lightning.interop.layouts import LAYOUTS
 from poss_lightning.interop.problems import Checks
+from poss_lightning.interop.tensors import Draft, sort_layers
 from tests.interop.published import FUSED, FUSED_BY, KEY, SOME, agree, eagle3
 from tests.support.layouts import CONFIG, VOCABULARY, D, put, same, stated
 from tests.support.tiny import tiny_draft
+from tests.support.tolerance import close
 from tests.support.unrolling import LLAMA3
 
 ROPE = {"rope_type": "llama3", **asdict(LLAMA3)}
@@ -90,3 +92,19 @@ def test_layers_are_counted_from_0_where_sglang_reads_them(deep, ids, layers):
     given = CONFIG | {KEY: len(SOME), "eagle_config": {FUSED_BY: ids}}
     config = parse_published(Published(given, eagle3(), LAYOUTS["eagle3"], [7], Checks()), deep).config
     assert [*config.aux_layers] == layers and (config.inner_layers is None) == (layers == FUSED)
+
+
+@pytest.mark.parametrize("variant", [{}, {"fc_norm": True}, {"norm_before_fc": True}], ids=str)
+def test_layers_in_any_order_are_written_in_ascending_order(deep, variant):
+    """What is made of the outputs of layers 5, 2 and 4 stays."""
+    draft = tiny_draft(deep, [3], kind="eagle3", inner_layers=(5, 2, 4), **variant)
+    for each in (draft.scale, *draft.fc_norm.parameters()) if variant else (draft.scale,):
+        each.data.uniform_(0.5, 2)
+    ascending = sort_layers(Draft(draft.config, draft.state_dict()))
+    other, outputs = make_draft(ascending.config), torch.randn(3, 7, D)
+    other.load_state_dict(ascending.state)
+    five, two, four = outputs
+    assert other.config.aux_layers == (2, 4, 5)
+    assert close(
+        other.fuse(torch.cat([two, four, five], -1)), draft.fuse(torch.cat([five, two, four], -1)), terms=3 * D
+    )

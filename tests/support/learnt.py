@@ -24,6 +24,7 @@ def learnt_draft(
     labels: int = 0,
     scale: float = 1.0,
     before_norm: bool = False,
+    raw_head: bool = False,
     rope_at: Callable[[Tensor], Rope] | None = None,
     **config,
 ) -> DraftModel:
@@ -33,6 +34,7 @@ def learnt_draft(
         labels: slots by which it predicts too late a token.
         scale: of embeddings.
         before_norm: read, and predict, the feature before the target's last norm.
+        raw_head: let the head read what no norm has changed.
         rope_at: other rotary angles.
     """
     depth = {"depth": 2} if kind != "block" else {}
@@ -49,6 +51,8 @@ def learnt_draft(
         draft.mask *= scale
     if before_norm:
         draft.head_input = lambda predicted: target.model.base_model.norm(predicted)
+    if raw_head:
+        draft.head_input = lambda predicted: predicted
     draft.rope_at = rope_at or draft.rope_at
     optimizer = torch.optim.AdamW(draft.parameters(), 1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, STEPS)

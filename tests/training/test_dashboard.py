@@ -14,7 +14,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.probe import Replay, answered_samples
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import collate
 from poss_lightning.metrics import BINS

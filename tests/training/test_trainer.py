@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.probe import Replay
-from poss_lightning.evaluation.replay import replay_rounds
+from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
