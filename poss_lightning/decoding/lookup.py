@@ -60,11 +60,12 @@ class Lookup:
         Among the earlier positions where the most of the last NGRAM tokens match, the latest is taken. A continuation
         that reaches the text's end repeats itself; where nothing matches, it is -1.
 
-        >>> lookup = Lookup(4)
-        >>> lookup.start(torch.tensor([[7, 8, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]), capacity=6)
-        >>> lookup.find(torch.tensor([5, 5]))
-        (tensor([[ 5,  6,  7,  8],
-                [-1, -1, -1, -1]]), tensor([2, 0]))
+        Examples:
+            >>> lookup = Lookup(4)
+            >>> lookup.start(torch.tensor([[7, 8, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]]), capacity=6)
+            >>> lookup.find(torch.tensor([5, 5]))
+            (tensor([[ 5,  6,  7,  8],
+                    [-1, -1, -1, -1]]), tensor([2, 0]))
         """
         at = torch.arange(self.text.shape[1], device=lengths.device)
         run, matched = at < lengths[:, None], torch.zeros_like(self.text)

@@ -34,8 +34,9 @@ def root_tree(root: Tensor) -> Tree:
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """Mark where j is i itself or on its path to the root, in trees of this depth or less: (B, N) -> (B, N, N).
 
-    >>> ancestor_mask(torch.tensor([[0, 0, 1]]), depth=2).int().tolist()
-    [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
+    Examples:
+        >>> ancestor_mask(torch.tensor([[0, 0, 1]]), depth=2).int().tolist()
+        [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
     """
     batch, nodes = parents.shape
     ancestors = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
@@ -61,10 +62,11 @@ def rerank(tree: Tree, nodes: int) -> Tree:
     A parent never scores below its child, and comes before it where they tie (the sort is stable), so the result is a
     tree.
 
-    >>> scores = torch.tensor([[0.0, -1.0, -4.0, -2.0]])
-    >>> tree = rerank(Tree(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 0]]), scores), nodes=3)
-    >>> tree.tokens.tolist(), tree.parents.tolist()
-    ([[5, 6, 8]], [[0, 0, 0]])
+    Examples:
+        >>> scores = torch.tensor([[0.0, -1.0, -4.0, -2.0]])
+        >>> tree = rerank(Tree(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 0]]), scores), nodes=3)
+        >>> tree.tokens.tolist(), tree.parents.tolist()
+        ([[5, 6, 8]], [[0, 0, 0]])
     """
     scores = tree.scores.index_fill(1, torch.zeros(1, dtype=torch.long, device=tree.scores.device), 1)  # the root first
     best = scores.sort(dim=1, descending=True, stable=True).indices[:, :nodes]  # (B, n)

@@ -33,12 +33,13 @@ def judge(tree: Tree, ancestors: Tensor, choice: Tensor, depth: int) -> Verdict:
         choice: (B, N) the target's token after each node.
         depth: K, the deepest a path can be.
 
-    The target says 6 after 5, 7 after 6, and 9 after 7:
+    Examples:
+        The target says 6 after 5, 7 after 6, and 9 after 7:
 
-    >>> tree = Tree(torch.tensor([[5, 6, 8, 7]]), torch.tensor([[0, 0, 0, 1]]), torch.zeros(1, 4))
-    >>> ancestors = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
-    >>> judge(tree, ancestors, choice=torch.tensor([[6, 7, 3, 9]]), depth=2)
-    Verdict(path=tensor([[0, 1, 3]]), tokens=tensor([[6, 7, 9]]), accepted=tensor([2]))
+        >>> tree = Tree(torch.tensor([[5, 6, 8, 7]]), torch.tensor([[0, 0, 0, 1]]), torch.zeros(1, 4))
+        >>> ancestors = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]]).bool()
+        >>> judge(tree, ancestors, choice=torch.tensor([[6, 7, 3, 9]]), depth=2)
+        Verdict(path=tensor([[0, 1, 3]]), tokens=tensor([[6, 7, 9]]), accepted=tensor([2]))
     """
     nodes = torch.arange(choice.shape[1], device=choice.device)
     chosen = (tree.tokens == choice.gather(1, tree.parents)) | (nodes == 0)  # (B, N)

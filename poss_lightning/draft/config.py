@@ -210,11 +210,12 @@ class DraftConfig(DraftOptions):
     def kv_specialist(self, position: int, first: int) -> int:
         """Return whose keys and values `position` reads of a slot that position `first` was first to read.
 
-        >>> for kv in ("separate", "shared"):
-        ...     config = DraftConfig(target=target, allocation=(2, 2), kv=kv)
-        ...     [config.kv_specialist(position, first=2) for position in (2, 3, 4)]
-        [0, 1, 1]
-        [0, 0, 0]
+        Examples:
+            >>> for kv in ("separate", "shared"):
+            ...     config = DraftConfig(target=target, allocation=(2, 2), kv=kv)
+            ...     [config.kv_specialist(position, first=2) for position in (2, 3, 4)]
+            [0, 1, 1]
+            [0, 0, 0]
         """
         return self.specialist_at(first if self.kv == "shared" else position)
 

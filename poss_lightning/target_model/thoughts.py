@@ -20,10 +20,11 @@ class Thought(NamedTuple):
 def thought_of(prompt: str) -> Thought:
     """Find the thought with which a prompt ends, by the names and the places of its marks.
 
-    >>> thought_of("<|assistant|><think>\\n")
-    Thought(text='<think>\\n', mark='<think>', close='</think>', is_open=True)
-    >>> thought_of("<|turn>model\\n<|channel>thought\\n<channel|>").close
-    '<channel|>'
+    Examples:
+        >>> thought_of("<|assistant|><think>\\n")
+        Thought(text='<think>\\n', mark='<think>', close='</think>', is_open=True)
+        >>> thought_of("<|turn>model\\n<|channel>thought\\n<channel|>").close
+        '<channel|>'
     """
     pair = re.search(rf"{_PAIR}\Z", prompt)
     if pair and _is_empty(pair) and THINKS.search(pair[0]):

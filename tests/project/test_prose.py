@@ -98,6 +98,13 @@ def test_a_line_of_prose_has_at_most_120_characters(document):
         assert len(line) <= 120 or line.lstrip().startswith("|") or line.startswith("    "), line
 
 
+def test_an_example_in_a_docstring_has_the_section_that_the_site_draws_as_code():
+    kinds = ast.FunctionDef | ast.ClassDef | ast.Module
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    docs = [ast.get_docstring(node) or "" for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    assert all("Examples:\n" in doc for doc in docs if ">>>" in doc)
+
+
 def test_the_messages_in_troubles_are_the_package_s():
     """Each `message` in the table's first column, from one … to the next."""
     nodes = [node for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
