@@ -104,7 +104,7 @@ def test_no_scores_of_all_slots_with_all_are_ever_made(deep, monkeypatch):
 def test_a_specialist_learns_from_its_own_positions_only(deep, allocation, config):
     draft = tiny_draft(deep, allocation, **config)
     _, embedded, features = inputs(deep, draft=draft)
-    for k in range(1, 7):
+    for k in (1, 2, 4, 6):
         draft.zero_grad()
         draft(embedded, features, 6)[k - 1][:, 6:].square().sum().backward()
         learnt = {i: [p.grad for p in layer.parameters()] for i, layer in enumerate(draft.layers)}

@@ -18,7 +18,7 @@ from poss_lightning.target_model.model import Target
 # of a context so short that the tiny target's four frequencies are kept, mixed and slowed
 LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=80)
 KINDS = [
-    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [2, 2, 2], [3, 3], [1, 3, 2])),
+    *(pytest.param(allocation, {}, id=str(allocation)) for allocation in ([6], [1] * 6, [1, 3, 2])),
     pytest.param([1, 3, 2], {"kv": "shared"}, id="one cache for all"),
     pytest.param([8], {"kind": "eagle3"}, id="EAGLE-3"),
     pytest.param([1, 3, 2], {"kind": "eagle3"}, id="EAGLE-3, specialists"),
