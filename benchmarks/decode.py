@@ -11,6 +11,7 @@ Drafts of costs are random: what they say changes how many rounds a text takes, 
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -49,6 +50,7 @@ KINDS = {  # experiments/methods and size have the same, trained
 VOCABULARY = 8192  # of the drafts whose costs are compared
 LENGTHS = (100, 1000, 4000)  # of texts
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
+FIXED = TreePlan(tree="fixed")
 PARTS = ("speed", "costs", "context", "batch")
 
 
@@ -59,9 +61,9 @@ def speed(target: Target, draft: DraftModel, questions: list[Question], limit: i
         "generate": Generate(target),
         "generate, prompt lookup": Generate(target, DEFAULT_LOOKUP),
         "plain": Autoregressive(target),
-        "lookup": Speculative.from_draft(target, None, both),
-        "draft": Speculative.from_draft(target, draft, tree="auto"),
-        "draft and lookup": Speculative.from_draft(target, draft, both, "auto"),
+        "lookup": Speculative.from_draft(target, None, replace(both, tree="fixed")),
+        "draft": Speculative.from_draft(target, draft),
+        "draft and lookup": Speculative.from_draft(target, draft, both),
     }
     prompts, answers = [question.first_prompt(target.chat) for question in questions], {name: [] for name in methods}
     for prompt in [prompts[0], *prompts]:  # the first one once more, as a warm-up
@@ -81,7 +83,7 @@ def speed(target: Target, draft: DraftModel, questions: list[Question], limit: i
     return found
 
 
-def costs(target: Target, drafts: dict[str, DraftModel], rounds: int, plan: TreePlan | None = None) -> dict[str, Any]:
+def costs(target: Target, drafts: dict[str, DraftModel], rounds: int, plan: TreePlan = FIXED) -> dict[str, Any]:
     """What each draft costs beside the first one: time of a round, all drafts' rounds in turn, and memory.
 
     A draft whose round takes `round_ratio` times as long needs that many times the tokens per round to break even.
@@ -105,7 +107,7 @@ def context(target: Target, draft: DraftModel) -> dict[str, Any]:
     """What `tree: auto` measures on texts of several lengths; all but the plain step in plain steps."""
     found = {}
     for length in LENGTHS:
-        engine = Speculative.from_draft(target, draft, tree="auto")
+        engine = Speculative.from_draft(target, draft)
         engine.decode([(torch.arange(length) % target.spec.vocab_size).tolist()], 2, frozenset())
         (costs,) = engine.auto.measured.values()
         verify = {f"{n}_nodes": float(costs.round_seconds(0, n)) / costs.verify[1] for n in (4, 16, 60)}
@@ -130,7 +132,7 @@ def cache_bytes(config: DraftConfig, dtype: torch.dtype) -> int:
 def batch(target: Target, draft: DraftModel, questions: list[Question], limit: int) -> dict[str, Any]:
     """By size of batch: rate and τ of prompts side by side, and how many times faster than batched plain decoding."""
     methods: dict[str, Decoder] = {"plain": Autoregressive(target)}
-    methods |= {tree: Speculative.from_draft(target, draft, tree=tree) for tree in ("auto", "fixed")}
+    methods |= {tree: Speculative.from_draft(target, draft, TreePlan(tree=tree)) for tree in ("auto", "fixed")}
     found: dict[str, Any] = {}
     for size in BATCHES[target.device.type]:
         chosen = questions[:: max(1, len(questions) // size)][:size]  # of different suites

@@ -66,7 +66,7 @@ def main() -> None:
         weights = load_file(draft / WEIGHTS)
         common: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
         drafts = {"hass": "embedded-hass", "fitted": str(draft)}
-        sizes: dict[str, Any] = {"suites": ["code", "questions"], "limit": 1, "max_new_tokens": 32}
+        sizes: dict[str, Any] = {"suites": ["code", "questions"], "limit": 1, "max_new_tokens": 32, "tree": "fixed"}
         benchmark(f"{out}/greedy", drafts=drafts, **sizes, **common)
         benchmark(f"{out}/drawn", drafts=drafts, temperature=0.8, seed=1, **sizes, **common)
         replay(store, f"{out}/replay", drafts=drafts, **common)

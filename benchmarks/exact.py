@@ -8,7 +8,6 @@ import argparse
 import time
 from collections.abc import Callable
 from itertools import product
-from typing import Literal
 
 import torch
 from tqdm import tqdm
@@ -23,12 +22,11 @@ from poss_lightning.machine import choose_dtype
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.model import Target
 
-Tree = Literal["auto", "fixed"]
 DRAFTS = "embedded-hass", "embedded-poss2"
-TREES: dict[str, tuple[TreePlan, Tree]] = {
-    "60 nodes + 10 looked up": (TreePlan(nodes=60, lookup=10), "fixed"),
-    "8 nodes": (TreePlan(nodes=8), "fixed"),
-    "auto": (TreePlan(lookup=10), "auto"),
+TREES = {
+    "60 nodes + 10 looked up": TreePlan(nodes=60, lookup=10, tree="fixed"),
+    "8 nodes": TreePlan(nodes=8, tree="fixed"),
+    "auto": TreePlan(lookup=10),
 }
 
 
@@ -73,10 +71,8 @@ def main(arguments: list[str] | None = None, say: Callable[[str], None] = tqdm.w
             plain = Runs([Autoregressive(target) for target in targets], prompts, given.tokens, temperature)
             rates = " and ".join(f"{plain.rate(i):.1f}" for i in range(len(targets)))
             say(f"{dtype}, T {temperature:g}, plain: {rates} tokens/s" + given.cost * " without exact")
-            for draft, (name, (plan, tree)) in product(given.drafts, TREES.items()):
-                engines: list[Decoder] = [
-                    Speculative.from_draft(target, load_draft(draft), plan, tree) for target in targets
-                ]
+            for draft, (name, plan) in product(given.drafts, TREES.items()):
+                engines: list[Decoder] = [Speculative.from_draft(target, load_draft(draft), plan) for target in targets]
                 runs = Runs(engines, prompts, given.tokens, temperature)
                 counts = [
                     f"{runs.equal(plain, i)} of {len(prompts)} answers have plain decoding's tokens, "

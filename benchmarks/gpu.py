@@ -109,14 +109,14 @@ def rounds(scale: Scale, device: str) -> Rows:
     """
     target, rate = _large_target(scale, device), _rate(device)
     yield "copy", lambda: {"gigabytes_per_second": rate / 1e9}
-    draft, tree = random_draft(target, (3, 3)), TreePlan(6, scale.nodes)
+    draft, tree = random_draft(target, (3, 3)), TreePlan(6, scale.nodes, tree="fixed")
     methods = {"plain": partial(Autoregressive, target)} | {
         name: partial(Speculative.from_draft, target, own, plan)
         for name, own, plan in (
-            ("lookup", None, TreePlan(lookup=DEFAULT_LOOKUP)),
+            ("lookup", None, TreePlan(lookup=DEFAULT_LOOKUP, tree="fixed")),
             ("draft", draft, tree),
             ("draft+lookup", draft, replace(tree, lookup=DEFAULT_LOOKUP)),
-            ("chain", draft, TreePlan(6, 7, 1)),
+            ("chain", draft, TreePlan(6, 7, 1, tree="fixed")),
         )
     }
     texts = [(1, scale.prompt_tokens, 0.0), (1, scale.prompt_tokens, 1.0), (1, scale.long_tokens, 0.0)]
@@ -152,7 +152,6 @@ def answers(scale: Scale, device: str) -> Rows:
                 drafts={"hass": "embedded-hass"},
                 limit=scale.questions,
                 max_new_tokens=scale.new_tokens,
-                tree="auto",
                 lookup=DEFAULT_LOOKUP,
                 baselines=["plain", "generate", "lookup"],
                 device=device,

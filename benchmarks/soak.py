@@ -44,7 +44,6 @@ class Case:
     allocation: tuple[int, ...]
     proposals: int | None  # size of the draft's vocabulary, the answers' most common tokens: else few are accepted
     plan: TreePlan
-    tree: str  # fixed or auto
 
     def generator(self) -> torch.Generator:
         """A new generator with the seed."""
@@ -79,8 +78,13 @@ def make_case(seed: int, target: Target, sentences: list[str], rows: int, longes
         ),
         allocation=random.choice([(6,), (1,) * 6, (2, 2, 2), (3, 3), (1, 3), (1,), (4, 1)]),
         proposals=random.choice([None, 4, 12, 40]),
-        plan=TreePlan(depth, depth + 1 + (0 if width == 1 else random.randint(0, 60)), width, random.choice([0, 0, 6])),
-        tree=random.choice(["fixed", "fixed", "auto"]),
+        plan=TreePlan(
+            depth,
+            nodes=depth + 1 + (0 if width == 1 else random.randint(0, 60)),
+            tree_width=width,
+            lookup=random.choice([0, 0, 6]),
+            tree=random.choice(["fixed", "fixed", "auto"]),
+        ),
     )
 
 
@@ -110,7 +114,7 @@ def _engine(case: Case, target: Target, answers: list[list[int]]) -> Speculative
     common = [token for token, _ in Counter(chain(*answers)).most_common(case.proposals)]
     vocabulary = None if case.proposals is None else sorted(common)
     draft = random_draft(target, case.allocation, depth=case.plan.depth, seed=case.seed, vocabulary=vocabulary)
-    return Speculative.from_draft(target, draft, case.plan, case.tree)
+    return Speculative.from_draft(target, draft, case.plan)
 
 
 def soak(minutes: float, seed: int = 0, embedded: Target | None = None) -> dict[str, float]:

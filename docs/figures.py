@@ -264,12 +264,13 @@ def decode() -> None:
     """Decode the example answer with the embedded target in float32, and write its rounds."""
     from poss_lightning.decoding.decoder import Progress
     from poss_lightning.decoding.engine import Speculative
+    from poss_lightning.decoding.plans import TreePlan
     from poss_lightning.draft.kinds import load_draft
     from poss_lightning.sampling import Sampling
     from poss_lightning.target_model.model import Target
 
     target = Target.load("embedded", "float32", "cpu")
-    engine = Speculative.from_draft(target, load_draft(DRAFT))
+    engine = Speculative.from_draft(target, load_draft(DRAFT), TreePlan(tree="fixed"))
     rounds: list[DraftedTree] = []
 
     def watch(step: Progress) -> None:

@@ -68,7 +68,7 @@ def run(folder: Path, target: str, draft: str, minutes: float) -> None:
     replay(str(folder / "held-out"), str(folder / "replay"), drafts=drafts, nodes=20, tree_width=4)
 
     say("[4/4] questions of six suites, answered plainly and with every draft in turn, with lookups and without")
-    answers = {"limit": sizes["questions"], "max_new_tokens": sizes["tokens"], "tree": "auto", "lookup": 10}
+    answers = {"limit": sizes["questions"], "max_new_tokens": sizes["tokens"], "lookup": 10}
     benchmark(str(folder / "benchmark"), drafts=drafts, target=target, baselines=["plain", "lookup"], **answers)
 
     say(f"Done in {time.monotonic() - began:.0f} s. Acceptance on held-out answers, with the same trees for all:")

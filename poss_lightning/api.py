@@ -9,7 +9,7 @@ transformers' own assisted generation cannot take such a draft: it asks for a ch
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from poss_lightning.corpus.turns import read_message
 from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.lookup import choose_lookup
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftModel
@@ -36,13 +36,12 @@ ANSWER_TOKENS = 256  # of an answer to a question, at most
 
 
 def load(
-    target: "str | Path | PreTrainedModel" = "embedded",
+    target: "str | Path | PreTrainedModel",
     draft: str | Path | DraftModel | None = None,
     plan: TreePlan | None = None,
     tokenizer=None,
     dtype: str = "auto",
     device: str = "auto",
-    tree: Literal["auto", "fixed"] = "auto",
     chat_template_kwargs: dict[str, Any] | None = None,
     exact: bool | None = None,
 ) -> "Model":
@@ -52,12 +51,11 @@ def load(
         target: "embedded", a local folder or a hub id; or a loaded causal LM of transformers, which is left unchanged.
         draft: folder, hub id or shipped draft, or loaded specialists; without one the target decodes alone, or with
             the plan's looked-up tokens.
-        plan: the tree of each round; by default the draft's own depth, with 10 looked-up tokens where `tree` is "auto".
+        plan: the tree of each round; by default, with a draft, its own depth and 10 looked-up tokens.
         tokenizer: required with a loaded target.
         dtype: of a target that is named: "auto" (what the device multiplies fastest), "bfloat16", "float16" or
             "float32".
         device: "auto" ("cuda", else "mps", else "cpu"), or one of these.
-        tree: "auto" sizes trees by expected tokens per second on this machine, within the plan; "fixed" follows it.
         chat_template_kwargs: variables of the chat template, for `Model.chat`: {"enable_thinking": False}.
         exact: draft the very tokens of plain decoding, bit for bit, in any dtype; None does so on a CPU where a trial
             agrees (`Model.exact` says whether), True also on a GPU, where it takes time.
@@ -78,10 +76,10 @@ def load(
     else:
         name = target.config.name_or_path or type(target).__name__
         loaded = Target(target, tokenizer, name, chat_template_kwargs, exact)
-    plan = plan or TreePlan(lookup=choose_lookup(None, draft is not None, tree))
+    plan = plan or TreePlan(lookup=0 if draft is None else DEFAULT_LOOKUP)
     if draft is None and not plan.lookup:
         return Model(Autoregressive(loaded))
-    return Model(Speculative.from_draft(loaded, draft, plan, tree))
+    return Model(Speculative.from_draft(loaded, draft, plan))
 
 
 class Model:

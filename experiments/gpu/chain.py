@@ -16,7 +16,8 @@ import yaml
 HERE, DEVICE = Path(__file__).parent, os.environ.get("POSS_DEVICE", "cuda")
 STAGES, SWEEPS = ("text", "sweeps", "replay", "benchmark"), {"scratch": 3, "tuned": 2}  # shards
 DIALOGUES = f"--user_temperature 0.8 --top_p 1 --openings {HERE.parent / 'data' / 'openings.txt'}"
-SPEED = {"T0": "", "T1": "--temperature 1", "auto": "--tree auto", "no-graphs": "--graphs false"}
+FIXED = "--tree fixed"
+SPEED = {"T0": FIXED, "T1": f"{FIXED} --temperature 1", "auto": "", "no-graphs": f"{FIXED} --graphs false"}
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("out", type=Path)
 parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)

@@ -96,7 +96,7 @@ def main() -> None:
     target, draft = Target.load("embedded", "bfloat16", "cpu"), load_draft("embedded-hass")
     methods: dict[str, Decoder] = {
         "plain": Autoregressive(target),
-        "hass+lookup": Speculative.from_draft(target, draft, TreePlan(lookup=LOOKUP), "auto"),
+        "hass+lookup": Speculative.from_draft(target, draft, TreePlan(lookup=LOOKUP)),
         "generate": Generate(target),
         "generate+lookup": Generate(target, LOOKUP),
     }

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -48,8 +47,6 @@ class Speculative(Decoder):
         target: the frozen model.
         drafter: what proposes; `from_draft` makes that of a draft.
         plan: the tree of every round; by default the drafter's longest path.
-        tree: "fixed" follows the plan in every round; "auto" measures this machine before the first text, and then
-            drafts and verifies, within the plan, what should bring the most tokens per second (`AutoPlans`).
         graphs: run rounds as CUDA graphs; None does so where the target can.
 
     Raises:
@@ -61,26 +58,23 @@ class Speculative(Decoder):
         target: Target,
         drafter: Drafter,
         plan: TreePlan | None = None,
-        tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
     ):
         plan = plan or TreePlan()
         depth = drafter.depth if plan.depth is None else plan.depth
         plan = replace(plan, depth=depth)
-        if tree not in ("fixed", "auto"):
-            raise ValueError(f"tree is {tree!r}; it must be fixed or auto")
         if depth > drafter.depth:
             raise ValueError(f"depth is {depth}, and the drafter's {drafter.depth}; it must not be deeper")
-        if tree == "auto" and target.device.type == "cpu":
+        if plan.tree == "auto" and target.device.type == "cpu":
             plan = replace(plan, tree_width=min(plan.tree_width, CPU_WIDTH))
-        self.target, self.drafter, self.plan, self.tree = target, drafter, plan, tree
+        self.target, self.drafter, self.plan = target, drafter, plan
         limit = target.by_position and target.by_position.limit(plan.nodes + plan.lookup, plan.reach + 1)
         self.exact = target.exact and not limit
         if limit:
             logger.warning("text may differ from plain decoding where rounding breaks a tie: exact are %s", limit)
         self.lookup = Lookup(plan.lookup)
         self.matches: dict[int, int] = {}  # tokens that matched in the next lookup, by prompt
-        self.auto = AutoPlans(plan, target.device) if tree == "auto" else None
+        self.auto = AutoPlans(plan, target.device) if plan.tree == "auto" else None
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
@@ -92,7 +86,6 @@ class Speculative(Decoder):
         target: Target,
         draft: DraftModel | None,
         plan: TreePlan | None = None,
-        tree: Literal["fixed", "auto"] = "fixed",
         graphs: bool | None = None,
     ) -> "Speculative":
         """Make an engine that drafts with a copy of specialists, in the target's dtype and on its device.
@@ -104,13 +97,13 @@ class Speculative(Decoder):
         """
         plan = plan or TreePlan()
         if draft is None:
-            return cls(target, LookupAlone(), TreePlan(0, 1, 1, plan.lookup), tree, graphs)
+            return cls(target, LookupAlone(), replace(plan, depth=0, nodes=1, tree_width=1), graphs)
         if difference := draft.config.target.difference(target.spec):
             raise ValueError(f"the draft was trained for a different target: {difference}")
         draft = copy.deepcopy(draft).to(target.device, target.dtype).eval()
         prepack(draft)
         drafter = make_drafter(draft, target.embed_head, plan)
-        return cls(target, drafter, drafter.plan, tree, graphs)
+        return cls(target, drafter, drafter.plan, graphs)
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:

@@ -16,11 +16,6 @@ DEFAULT_LOOKUP = 10  # tokens of a continuation
 NGRAM = 3  # last tokens to match, at most
 
 
-def choose_lookup(asked: int | None, drafts: bool, tree: str) -> int:
-    """Choose how many looked-up tokens join a tree: the user's value, else 10 with tree=auto."""
-    return DEFAULT_LOOKUP * (drafts and tree == "auto") if asked is None else asked
-
-
 class Lookup:
     """The current texts and their continuations; all shapes are static, and nothing synchronises with the host.
 

@@ -1,6 +1,7 @@
 """What a round may propose: the one place that declares and explains these options."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.ranges import Depth, Lookups, Nodes, TreeWidth, refuse_numbers
@@ -15,18 +16,23 @@ class TreePlan:
         nodes: drafted nodes to verify, root included.
         tree_width: children tried per node; 1 drafts chains.
         lookup: at most this many tokens that followed the same words earlier in the text join each tree.
+        tree: "fixed" follows these numbers in every round; "auto" measures this machine before the first text, and then
+            drafts and verifies, within them, what should bring the most tokens per second.
 
     Raises:
-        ValueError: a number outside its range, or too few nodes for one path.
+        ValueError: a value outside its range, or too few nodes for one path.
     """
 
     depth: Depth | None = None
     nodes: Nodes = 60
     tree_width: TreeWidth = 10
     lookup: Lookups = 0
+    tree: Literal["auto", "fixed"] = "auto"
 
     def __post_init__(self):
         refuse_numbers(TreePlan, vars(self))
+        if self.tree not in ("auto", "fixed"):
+            raise ValueError(f"tree is {self.tree!r}; it must be auto or fixed")
         if self.depth is not None and self.nodes <= self.depth:
             raise ValueError(
                 f"nodes is {self.nodes}, which cannot hold a path of depth {self.depth} and its root: give at least "

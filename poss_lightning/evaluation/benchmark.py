@@ -42,7 +42,6 @@ def benchmark(
     suites: list[str] | str | None = None,
     limit: Count | None = None,
     max_new_tokens: Tokens = 128,
-    tree: Literal["fixed", "auto"] = "fixed",
     lookup: Lookups = 0,
     baselines: list[Literal["plain", "generate", "lookup"]] | None = None,
     repeats: Count = 1,
@@ -65,7 +64,6 @@ def benchmark(
         limit: decode at most this many questions of each suite, the first; by default all of a file, and 80 of most
             data sets of the hub.
         max_new_tokens: most tokens of an answer.
-        tree: fixed, or auto: chosen for the most tokens per second, within depth and nodes.
         lookup: decode with each draft once more, as `NAME+lookup`: up to this many tokens that followed the same words
             earlier in the text join its trees; 0 for no such methods.
         baselines: besides `plain` (our own loop), which gives the target's own answer: `generate` (transformers'), the
@@ -95,7 +93,7 @@ def benchmark(
     for (name, draft), count in product(loaded.items(), [0, lookup] if lookup else [0]):
         plan = replace(options.plan, lookup=count)
         try:
-            methods[f"{name}+lookup" if count else name] = Speculative.from_draft(target, draft, plan, tree, graphs)
+            methods[f"{name}+lookup" if count else name] = Speculative.from_draft(target, draft, plan, graphs)
         except ValueError as error:
             raise ValueError(f"draft {drafts[name]}: {error}") from error
     config |= {
@@ -131,7 +129,7 @@ def benchmark(
 
 def make_baselines(target: Target, names: Iterable[str], graphs: bool) -> dict[str, Decoder]:
     """Return plain decoding, and the other baselines of these names."""
-    lookups = Speculative.from_draft(target, None, TreePlan(lookup=DEFAULT_LOOKUP), graphs=graphs)
+    lookups = Speculative.from_draft(target, None, TreePlan(lookup=DEFAULT_LOOKUP, tree="fixed"), graphs)
     every = {PLAIN: Autoregressive(target, graphs), "generate": Generate(target), "lookup": lookups}
     return {name: every[name] for name in dict.fromkeys([PLAIN, *names])}
 

@@ -14,7 +14,7 @@ from poss_lightning.corpus.turns import read_message
 from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.decoder import Decoded, Decoder, Progress
 from poss_lightning.decoding.engine import Speculative
-from poss_lightning.decoding.lookup import choose_lookup
+from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.options import DecodingOptions
 from poss_lightning.evaluation.streaming import IncrementalDetokenizer
@@ -33,7 +33,6 @@ def generate(
     *,
     draft: str | None = None,
     max_new_tokens: Tokens = 256,
-    tree: Literal["auto", "fixed"] | None = None,
     lookup: Lookups | None = None,
     compare: bool = True,
     chat: bool = False,
@@ -46,18 +45,15 @@ def generate(
         prompt: the user's message; - reads it from stdin.
         draft: draft folder, hub id or shipped draft; without one the target decodes alone.
         max_new_tokens: most tokens of an answer.
-        tree: "auto" chooses trees for the most tokens per second on this machine, "fixed" always uses depth and nodes;
-            auto by default, but fixed where rounds are drawn, as auto may draft nothing.
-        lookup: at most this many tokens that followed the same words earlier in the text join each tree; by default 10
-            where trees are auto, and none without a draft. With a number and no draft they are all that is proposed.
+        lookup: at most this many tokens that followed the same words earlier in the text join each tree; by default 10,
+            and none without a draft. With a number and no draft they are all that is proposed.
         compare: decode the answer again by plain decoding, for the speed-up.
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
         show: "tree" draws every round: its tree, the accepted path and the bonus token.
         **decoding: target, sizes of trees and sampling; see `DecodingOptions`.
     """
-    tree = tree or ("fixed" if show else "auto")
-    options = DecodingOptions(lookup=choose_lookup(lookup, bool(draft), tree), **decoding)
+    options = DecodingOptions(lookup=DEFAULT_LOOKUP * bool(draft) if lookup is None else lookup, **decoding)
     if prompt == "-" and not chat:
         prompt = sys.stdin.read().strip()
     if not prompt.strip():
@@ -65,7 +61,7 @@ def generate(
     loaded = load_draft(draft) if draft else None
     model = options.load(options.exact)
     alone = Autoregressive(model)
-    decoder = Speculative.from_draft(model, loaded, options.plan, tree) if loaded or options.lookup else alone
+    decoder = Speculative.from_draft(model, loaded, options.plan) if loaded or options.lookup else alone
 
     messages: list[Message] = []
     for turn, text in enumerate(_ask(prompt) if chat else [prompt]):

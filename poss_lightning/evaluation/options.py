@@ -33,7 +33,7 @@ class DecodingOptions(TargetOptions, TreePlan):
     @property
     def plan(self) -> TreePlan:
         """The tree of a round."""
-        return TreePlan(self.depth, self.nodes, self.tree_width, self.lookup)
+        return TreePlan(self.depth, self.nodes, self.tree_width, self.lookup, self.tree)
 
     @property
     def sampling(self) -> Sampling:

@@ -71,7 +71,7 @@ def describe_method(method: Decoder) -> dict:
     """Describe how a method drafts, and with what; {} where it has no draft."""
     if not isinstance(method, Speculative) or not isinstance(drafter := method.drafter, TreeDrafter):
         return {}
-    return describe_drafter(drafter) | {"tree": method.tree}
+    return describe_drafter(drafter)
 
 
 def describe_inputs(training: dict[str, Any], start: Path | None, measure: dict[str, Any]) -> dict[str, str]:

@@ -66,7 +66,7 @@ def replay(
         raise ValueError("there are no drafts: name one or more, e.g. --drafts.hass runs/hass/draft-best")
     check_folder(out, *RUN_FILES)
     check_method_names(drafts)
-    sizes, device = TreePlan(**plan), choose_device(device)
+    sizes, device = TreePlan(tree="fixed", **plan), choose_device(device)
     dtype = choose_dtype(dtype, device)
     features = FeatureStore(store)
     embed_head = features.embed_head().to(device, getattr(torch, dtype))

@@ -43,6 +43,7 @@ def run(target, inputs, tmp_path_factory):
         "dtype": "float32",
         "suites": [str(folder / "suite.jsonl")],
         "max_new_tokens": 12,
+        "tree": "fixed",
         "nodes": 9,
         "tree_width": 3,
         "repeats": 2,

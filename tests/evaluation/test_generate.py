@@ -120,7 +120,7 @@ def test_a_chat_keeps_the_conversation_up_to_an_empty_line_or_the_end(common, ca
 
 
 def test_rounds_are_drawn_before_the_answer(common, target, capsys):
-    generate("Hi", show="tree", **common)
+    generate("Hi", show="tree", tree="fixed", **common)
     out = capsys.readouterr().out
     assert " 0 drafted" not in out and "of preparation" not in out  # fixed trees: auto may draft nothing
     accepted = [int(count) for count in re.findall(r"^round \d+: \d+ drafted, (\d+) accepted$", out, re.MULTILINE)]

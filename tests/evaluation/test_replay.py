@@ -1,6 +1,7 @@
 """Replay ≡ decoding: what is accepted of a known answer is what the engine accepts when the target writes it."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, plan, samp
         if not sees:
             patch.setattr(TreeDrafter, "_noise", lambda *given: None)
         generator = torch.Generator().manual_seed(3)
-        engine = Speculative.from_draft(target, draft, plan)
+        engine = Speculative.from_draft(target, draft, replace(plan, tree="fixed"))
         decoded = engine.decode(PROMPTS, LIMIT, sampling=sampling, generator=generator)
     assert [one.tokens for one in decoded] == plain
     cut = [answer[-1] not in target.chat.stops for answer in plain]

@@ -13,7 +13,7 @@ STOPS = frozenset({1})
 
 
 def speculate(target, draft, *plan, tree="fixed", graphs=None, **sizes) -> Speculative:
-    return Speculative.from_draft(target, draft, TreePlan(*plan, **sizes), tree, graphs)
+    return Speculative.from_draft(target, draft, TreePlan(*plan, tree=tree, **sizes), graphs)
 
 
 def tokens_of(decoder, prompts=PROMPTS, limit=40, stops=STOPS):

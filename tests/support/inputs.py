@@ -24,7 +24,7 @@ def write_inputs(folder: Path) -> None:
     write_suite(folder / "long.jsonl", ["word " * 600])
     extract(str(folder / "corpus.jsonl"), str(folder / "store"), target=target, dtype="float32")
     tiny_draft(tiny_target(), [1, 1]).save_pretrained(folder / "draft")
-    few = {"target": target, "dtype": "float32", "max_new_tokens": 8, "suites": [suite]}
+    few = {"target": target, "dtype": "float32", "max_new_tokens": 8, "suites": [suite], "tree": "fixed"}
     benchmark(str(folder / "records"), drafts={"d": str(folder / "draft")}, **few)
     # and what is broken
     tiny_draft(tiny_target(1), [1, 1]).save_pretrained(folder / "draft-of-another")

@@ -56,7 +56,7 @@ SWEEP = {
     "fit": FIT | {"trainer": TRAINER | {"callbacks": CALLBACKS, "devices": 1}},
     "replay": {"store": STORE, "nodes": 20},
 }
-SUITES = "--suites=[{inputs}/questions.jsonl] --max_new_tokens=6"
+SUITES = "--suites=[{inputs}/questions.jsonl] --max_new_tokens=6 --tree=fixed"
 
 
 class Writer(NamedTuple):
