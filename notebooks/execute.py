@@ -1,7 +1,7 @@
 """Run notebooks in place, and keep the outputs that make a readable diff: `python notebooks/execute.py [NOTEBOOK …]`.
 
 Texts and figures stay; counters, times, warnings and second forms of an output go. So with the same records a notebook
-stays the same file, except for what it timed itself.
+stays the same file.
 """
 
 import os

@@ -153,6 +153,13 @@ def test_the_python_of_a_document_runs(name, desk, tiny_folder, target, tmp_path
     assert shown.get("FAMILIES", {}).items() <= families.FAMILIES.items()
 
 
+CHANGES = "".join(blocks((ROOT / "docs/extending.md").read_text(), "diff"))
+
+
+def test_the_patches_of_extending_fit_the_code():
+    subprocess.run(["git", "apply", "--check", "-"], cwd=ROOT, input=CHANGES, text=True, check=True)
+
+
 ADDED = """
 from pathlib import Path
 from poss_lightning.corpus.readers import read_conversations
@@ -167,11 +174,10 @@ compose("draft/hass.yaml", {"data": {"store": "any"}, "model": {"damping": 2}})
 @pytest.mark.nightly
 def test_an_option_of_a_draft_and_a_record_form_are_added_in_one_place(tmp_path):
     """By the patches in docs/extending.md, to a copy of the package."""
-    changes = "".join(blocks((ROOT / "docs/extending.md").read_text(), "diff"))
     large = shutil.ignore_patterns("__pycache__", "shipped", "data")
     for folder in ("conf", "poss_lightning"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=large)
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=changes, text=True, check=True)
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=CHANGES, text=True, check=True)
     done = subprocess.run([sys.executable, "-c", ADDED], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout.startswith("0.5\n['Hi', 'Hello', 'How?', 'So.']\n")
     assert "damping is 2; it must be less than or equal to 1" in done.stderr
