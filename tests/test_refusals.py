@@ -15,12 +15,14 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.draft.folder import check_state
-from poss_lightning.evaluation.rounds import check_method_names
+from poss_lightning.evaluation.rounds import check_method_names, read_rounds
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.schedule import split
+from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
 from poss_lightning.machine import choose_device, choose_dtype
+from poss_lightning.reports.compare import compare
 from poss_lightning.target_model.chat import Chat
 from poss_lightning.training.module import DraftModule
 from tests.support.command import Result, run_in, says, unchanged
@@ -29,9 +31,19 @@ from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
 # --- calls ---
 
 TWO = {"depth": 2, "allocation": (1, 1)}
+PAGE = {"runs": "nowhere"}
 REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by name; words of what it says
     (LossSpec, {"terms": {"tokens": 1.0}}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
     (check_method_names, (["PosS-2, 56 steps"],), "'PosS-2, 56 steps'; names stand in lists, so it must have no comma"),
+    (check_method_names, ([1],), "a draft is named 1, which YAML reads as int: quote it"),
+    (read_rounds, ([],), "paths is empty; give folders with rounds, or files of engines"),
+    (read_rounds, lambda tmp_path: [tmp_path], " has no rounds.parquet in it or below (is it finished?)"),
+    (
+        compare,
+        lambda inputs, tmp_path: PAGE | {"records": str(inputs / "records"), "html": str(tmp_path / "a.html")},
+        "no TensorBoard",
+    ),
+    (FeatureStore.select, lambda finished: [FeatureStore(str(finished)), (1, 2)], "keeps no outputs of layer"),
     (choose_device, ("warp",), "device is 'warp', which this machine or this torch does not have"),
     (choose_dtype, ("int3", "cpu"), "dtype is 'int3'; it must be auto, bfloat16, float16 or float32"),
     (read_json, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not JSON: Expecting value"),
