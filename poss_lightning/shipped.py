@@ -4,7 +4,7 @@ from importlib.resources import files
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, SHIPPED, shipped
-from poss_lightning.evaluation.suites import HUB, KNOWN, own_suites, read_suites
+from poss_lightning.evaluation.suites import HUB, HUB_SUITES, own_suites, read_suites
 from poss_lightning.files import conf, conf_names
 
 CORPUS = files("poss_lightning") / "corpus" / "data" / "smollm2-135m.jsonl.gz"  # written by the embedded target
@@ -26,7 +26,7 @@ def list(name: str | None = None) -> None:
         return print(conf(short).read_text(), end="")
     first_lines = {name: conf(name).read_text().partition("\n")[0].removeprefix("# ") for name in conf_names()}
     own = {name: f"{len(read_suites([name]))} questions" for name in own_suites()}
-    hub = {HUB + name: suite.repo for name, suite in KNOWN.items()}
+    hub = {HUB + name: suite.repo for name, suite in HUB_SUITES.items()}
     sections = {
         "configs, for --config NAME; poss list NAME > my.yaml gives one to edit": first_lines,
         "drafts of the embedded target, for --draft NAME and --drafts.ANY NAME": {n: _draft(n) for n in shipped()},

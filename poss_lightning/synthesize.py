@@ -23,16 +23,12 @@ from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.options import TargetOptions
 from poss_lightning.work import begun_with
 
-CONVERSATIONS, ALL = 2000, 10**9  # written by default, without and with prompts
-DIALOGUES, ANSWERS = 128, 32  # side by side, without and with prompts
-PART = 4  # times as many answers are finished together: rows that are free take the next prompts
-ALONE = (
-    "turns",
-    "user_temperature",
-    "user_tokens",
-    "openings",
-)  # options of messages that the target writes as the user
-MAY_DIFFER = ("out", "prompts", "conversations", "target", "strict")  # in which a resumed run may differ
+DEFAULT_CONVERSATIONS, NO_LIMIT = 2000, 10**9  # without and with prompts
+DIALOGUE_ROWS, ANSWER_ROWS = 128, 32  # side by side, without and with prompts
+BATCHES_PER_PART = 4  # finished together: rows that are free take the next prompts
+# Options of messages that the target writes as the user.
+UNPROMPTED = ("turns", "user_temperature", "user_tokens", "openings")
+RESUMABLE = ("out", "prompts", "conversations", "target", "strict")  # options in which a resumed run may differ
 
 
 @check_numbers
@@ -79,17 +75,17 @@ def synthesize(
         seed: the same seed, target and machine give the same file.
         **target: which target, and where and in what it computes; see `TargetOptions`.
     """
-    batch_size = batch_size or (DIALOGUES if prompts is None else ANSWERS)
-    options = {name: value for name, value in locals().items() if name not in MAY_DIFFER}
+    batch_size = batch_size or (DIALOGUE_ROWS if prompts is None else ANSWER_ROWS)
+    options = {name: value for name, value in locals().items() if name not in RESUMABLE}
     where = TargetOptions(**target)
     if not user_temperature:
         raise ValueError(f"user_temperature is {user_temperature}; it must be above 0, or every message is the same")
-    for name in ALONE if prompts is not None else ():
+    for name in UNPROMPTED if prompts is not None else ():
         if options[name] != signature(synthesize).parameters[name].default:
             raise ValueError(f"{name} is {options[name]}; it has no effect with prompts, which are the user's messages")
     user, answer = Sampling(user_temperature, top_p=top_p), Sampling(temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
-    questions = [] if prompts is None else read_suites(prompts, conversations or ALL, strict)
+    questions = [] if prompts is None else read_suites(prompts, conversations or NO_LIMIT, strict)
     model = where.load()
     template = model.chat.template
     settings = {"target": where.target, **options, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
@@ -99,7 +95,13 @@ def synthesize(
     if prompts is not None:
         return answer_questions(corpus, model, questions, strict=strict, **written)
     write_dialogues(
-        corpus, model, conversations or CONVERSATIONS, turns, user=(user, user_tokens), openings=first_words, **written
+        corpus,
+        model,
+        conversations or DEFAULT_CONVERSATIONS,
+        turns,
+        user=(user, user_tokens),
+        openings=first_words,
+        **written,
     )
 
 
@@ -128,7 +130,7 @@ def answer_questions(
     with corpus.claim({**settings, "questions": digest([questions[i] for i in order])}):
         written: dict[int, Messages] = {}
         loop = PlainDecoder(target)
-        size = PART * batch_size
+        size = BATCHES_PER_PART * batch_size
         for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
             part = order[start : start + size]
             batch, draws = [questions[i] for i in part], seed * 1_000_003 + number

@@ -13,7 +13,7 @@ import yaml
 
 from poss_lightning import __version__, cli
 from poss_lightning.evaluation.rounds import read_rounds
-from poss_lightning.evaluation.suites import KNOWN
+from poss_lightning.evaluation.suites import HUB_SUITES
 from poss_lightning.versions import STACK
 from tests.support.command import Poss, left, says, unchanged
 from tests.support.documents import parsed
@@ -146,7 +146,9 @@ def test_the_first_line_of_a_yaml_file_names_the_commands_that_take_all_its_opti
 
 
 def test_the_six_suites_are_the_hub_s():
-    assert yaml.safe_load((CONF / "suites/six.yaml").read_text())["suites"] == [f"hub:{name}" for name in [*KNOWN][:6]]
+    assert yaml.safe_load((CONF / "suites/six.yaml").read_text())["suites"] == [
+        f"hub:{name}" for name in [*HUB_SUITES][:6]
+    ]
 
 
 def printed(poss: Poss, *arguments: object) -> dict:

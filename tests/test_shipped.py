@@ -1,7 +1,7 @@
 """What comes with the package: each name that is listed is one that commands take, with a line about it."""
 
 from poss_lightning.draft.folder import find_draft, shipped
-from poss_lightning.evaluation.suites import KNOWN, own_suites
+from poss_lightning.evaluation.suites import HUB_SUITES, own_suites
 from poss_lightning.files import conf
 from tests.support.command import run_in
 
@@ -9,7 +9,7 @@ from tests.support.command import run_in
 def test_every_name_is_listed_with_a_line_and_taken_by_commands(tmp_path):
     folder = conf("demo.yaml").parent
     configs = [path.relative_to(folder).as_posix() for path in folder.rglob("*.yaml")]
-    suites = [*own_suites(), *(f"hub:{name}" for name in KNOWN)]
+    suites = [*own_suites(), *(f"hub:{name}" for name in HUB_SUITES)]
     result = run_in(tmp_path, "list")
     assert result.code is None and not list(tmp_path.iterdir())
     lines = dict(line.split(maxsplit=1) for line in result.out.splitlines() if line.startswith("  "))

@@ -21,7 +21,7 @@ from poss_lightning.sampling import Noise, Sampling, TokenSampler
 from poss_lightning.target_model.cache import Slots
 from poss_lightning.target_model.spec import EmbedHead
 
-ROWS, GPU_ROWS = 16, 64  # answers that are replayed side by side
+MAX_ROWS, MAX_ROWS_GPU = 16, 64  # answers that are replayed side by side
 UNKNOWN = -2  # the token after the end of an answer: no draft proposes it
 
 
@@ -46,7 +46,7 @@ def replay_answers(drafter: TreeDrafter, answers: list[Answer]) -> list[list[int
     """Return what each round of every answer accepts; those of about the same length side by side."""
     alike: dict[Sampling, list[int]] = {}
     on_gpu = drafter.specialists.fc.weight.device.type != "cpu"  # the longest first: if memory is short, at once
-    rows, rounds = (GPU_ROWS if on_gpu else ROWS), {}
+    rows, rounds = (MAX_ROWS_GPU if on_gpu else MAX_ROWS), {}
     lengths = [len(answer.tokens) - answer.start for answer in answers]
     for i in sorted(range(len(answers)), key=lengths.__getitem__, reverse=on_gpu):
         alike.setdefault(answers[i].sampling, []).append(i)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 LOST = "\ufffd"  # what an unfinished letter decodes to
-WINDOW = 64  # most tokens held back; then a broken letter is given out as it is
+MAX_HELD_TOKENS = 64  # then a broken letter is given out as it is
 
 
 class IncrementalDetokenizer:
@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
         """Return the text that `tokens` complete."""
         self.tokens += tokens
         text = self.text(self.tokens)
-        whole = text if len(self.tokens) - self.complete > WINDOW else text.rstrip(LOST)
+        whole = text if len(self.tokens) - self.complete > MAX_HELD_TOKENS else text.rstrip(LOST)
         piece = whole[len(self.emitted) :]
         self.emitted += piece
         if whole == text:

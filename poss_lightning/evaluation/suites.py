@@ -18,8 +18,8 @@ from poss_lightning.target_model.chat import Chat
 from poss_lightning.target_model.template import Message
 from poss_lightning.terminal import announced
 
-OWN = Path(__file__).parent / "prompts"
-NAMED = Path(__file__).parent / "suites.yaml"
+OWN_FOLDER = Path(__file__).parent / "prompts"
+HUB_FILE = Path(__file__).parent / "suites.yaml"
 HUB = "hub:"
 _ANSWER: Message = {"role": "assistant", "content": "…"}
 
@@ -38,7 +38,7 @@ class HubSuite:
     without: str = ""  # a field of rows that are no questions if it has a value
 
 
-KNOWN = {name: HubSuite(**suite) for name, suite in yaml.safe_load(NAMED.read_text()).items()}
+HUB_SUITES = {name: HubSuite(**suite) for name, suite in yaml.safe_load(HUB_FILE.read_text()).items()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def digest(questions: list[Question]) -> str:
 
 def own_suites() -> list[str]:
     """List the project's own suites."""
-    return sorted(path.stem for path in OWN.glob("*.jsonl"))
+    return sorted(path.stem for path in OWN_FOLDER.glob("*.jsonl"))
 
 
 @check_numbers
@@ -152,7 +152,7 @@ def _open(source: str) -> Iterator[_Suite]:
         yield _open_hub(source)
         return
     path, options = (source, {}) if Path(source).exists() else formats.options_of(source, "field")
-    files = local_files(path) or [OWN / f"{name}.jsonl" for name in own_suites() if name == path]
+    files = local_files(path) or [OWN_FOLDER / f"{name}.jsonl" for name in own_suites() if name == path]
     if not files:
         raise FileNotFoundError(
             f"suite {source!r} is not a file, a folder of .jsonl files, or one that poss list shows"
@@ -166,9 +166,9 @@ def _open(source: str) -> Iterator[_Suite]:
 def _open_hub(source: str) -> _Suite:
     """Return a data set of the hub; each row is downloaded when it is iterated to."""
     name, options = formats.options_of(source.removeprefix(HUB), "repo")
-    if name not in KNOWN:
+    if name not in HUB_SUITES:
         raise FileNotFoundError(f"suite {source!r} is not one that poss list shows; give JSON lines of other data sets")
-    suite = KNOWN[name]
+    suite = HUB_SUITES[name]
     if "repo" in options:
         suite = replace(suite, repo=options["repo"], revision=None)  # the pin is of the original
     import datasets  # takes a second, and files do without it

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from poss_lightning.decoding.decoder import Progress
 from poss_lightning.target_model.generation import until_stop
 
-LINES = 24  # so that a round fits a terminal
+MAX_LINES = 24  # so that a round fits a terminal
 
 
 class DraftedTree(NamedTuple):
@@ -41,7 +41,7 @@ def drafted_tree(step: Progress, stops: frozenset[int]) -> DraftedTree:
     return DraftedTree(tree.tokens[0].tolist(), tree.parents[0].tolist(), tree.scores[0].tolist(), path, bonus)
 
 
-def draw(drafted: DraftedTree, text: Callable[[Any], str], lines: int = LINES) -> str:
+def draw(drafted: DraftedTree, text: Callable[[Any], str], lines: int = MAX_LINES) -> str:
     """Draw the tree, more likely children first, with the probability of paths; ✓ marks accepted tokens, + the bonus.
 
     The least probable nodes are left out where the tree needs more `lines`, but never the accepted path.

@@ -10,7 +10,7 @@ from poss_lightning.reports.tables import LEGEND, all_tables, overview, referenc
 from poss_lightning.terminal import printable
 
 COUNTS = ("prompts", "trainings")
-WIDTH = 80  # characters of a line of prose
+MAX_WIDTH = 80  # characters of a line of prose
 
 
 def compare(
@@ -61,7 +61,7 @@ def print_findings(findings: Findings, all: bool = False, baseline: str = "plain
         None,
         (verdict(findings.results, baseline), *findings.notes, LEGEND if all else f"{corrected}Other tables: --all."),
     ):
-        print(textwrap.fill(_plain(text), WIDTH, break_on_hyphens=False))
+        print(textwrap.fill(_plain(text), MAX_WIDTH, break_on_hyphens=False))
     for title, table in all_tables(findings.results, baseline).items() if all else ():
         print(f"\n{printable(title)}\n{show(table)}")
 

@@ -15,7 +15,7 @@ from poss_lightning.reports.scalars import Scalars, group_by_choice, mean, mean_
 from poss_lightning.reports.statistics import Estimate
 from poss_lightning.reports.tables import LEGEND, all_tables, compared_measures, overview, reference_of, verdict
 
-SHOWN_PROMPTS = 6  # whose decoded text is shown, at most
+MAX_PROMPTS = 6  # whose decoded text is shown
 DRIFT = {  # tag -> what it is
     "val_drift_cosine": "cosine to the target's feature (1 is best)",
     "val_drift_l2": "relative L2 distance to the target's feature (0 is best)",
@@ -107,7 +107,7 @@ def decoded_texts(answers: pd.DataFrame) -> Iterator[dict[str, Any]]:
     joined = {name: own.join(read_answers(own), on=ANSWER_KEY).fillna({"question": ""}) for name, own in firsts}
     texts = {name: own.set_index(KEY[:2]).sort_index() for name, own in joined.items()}
     with_text = next(iter(texts.values()))["pieces"].dropna()
-    for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:SHOWN_PROMPTS]:
+    for prompt in with_text.groupby(level="suite").cumcount().sort_values(kind="stable").index[:MAX_PROMPTS]:
         answers = [own.loc[prompt].to_dict() | {"name": name} for name, own in texts.items() if prompt in own.index]
         shown = [answer | {"spans": split_rounds(answer["accepted"], answer["pieces"])} for answer in answers]
         yield {"title": ", ".join(prompt), "question": answers[0]["question"], "answers": shown}

@@ -37,7 +37,7 @@ from scipy import special
 
 Floats = NDArray[np.float64]
 LEVEL, POWER = 0.05, 0.8  # of two-sided tests and of intervals; of detectable effects
-FEWEST = 3  # prompts with a round that have an interval or a test
+MIN_PROMPTS = 3  # prompts with a round that have an interval or a test
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def mean_over(trainings: Sequence[Jackknife], others: Sequence[Jackknife] = (), 
     if others:
         values = values[: len(trainings)] - values[len(trainings) :]  # (S, 1+Q)
     value, fewest, prompts = float(values[:, 0].mean()), int(counted.sum(1).min()), int(counted.any(0).sum())
-    if fewest < FEWEST:
+    if fewest < MIN_PROMPTS:
         return Mean(value, math.nan, math.nan)
     pseudo_values = prompts * values[:, :1] - (prompts - 1) * values[:, 1:][:, counted.any(0)]  # (S, Q)
     error, freedom = crossed_error(pseudo_values)

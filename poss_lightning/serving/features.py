@@ -24,7 +24,7 @@ from poss_lightning.target_model.model import Target
 from poss_lightning.terminal import announced
 
 LOCK_SUFFIX = ".lock"  # after the name of a file: held by the worker until the file is complete
-PROBE = 24  # tokens, from all over the vocabulary, of the text on which engine and target are compared
+PROBE_TOKENS = 24  # from all over the vocabulary, of the text on which engine and target are compared
 Engine = Callable[[list[list[int]]], list[str]]  # reads texts; returns the file of each
 
 
@@ -49,7 +49,7 @@ class EngineReader:
         self.target, self.layers = target, layers
         self.written = tuple(sorted({*layers, target.config.num_hidden_layers}))
         self._norm = copy.deepcopy(final_norm(target))
-        probe = [place * target.spec.vocab_size // PROBE for place in range(min(PROBE, target.spec.context))]
+        probe = [i * target.spec.vocab_size // PROBE_TOKENS for i in range(min(PROBE_TOKENS, target.spec.context))]
         expected = TargetReader(target, layers).read([probe])
         self._engine = start(self.written)
         for name, theirs, ours in zip(TextFeatures._fields, self.read([probe]), expected, strict=True):

@@ -104,7 +104,7 @@ def test_replayed_rounds_are_the_engines(target, allocation, options, plan, samp
     if sees:
         samples = [sample._replace(draws=[draw]) for sample, draw in zip(samples, draws, strict=True)]
     for rows in (2, 16):  # the fifth alone, all side by side
-        monkeypatch.setattr(stored_rounds, "ROWS", rows)
+        monkeypatch.setattr(stored_rounds, "MAX_ROWS", rows)
         replayed = replay_rounds(draft, target.embed_head, samples, plan)
         for (rounds,), own, answer, was_cut in zip(replayed, decoded, plain, cut, strict=True):
             left = len(answer) - 1 - sum(a + 1 for a in rounds)

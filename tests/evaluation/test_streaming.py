@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from poss_lightning.evaluation.streaming import LOST, WINDOW, IncrementalDetokenizer, text_per_token
+from poss_lightning.evaluation.streaming import LOST, MAX_HELD_TOKENS, IncrementalDetokenizer, text_per_token
 from tests.support.tiny import tiny_tokenizer
 
 TEXT = "A horse has four legs: 马有四条腿 🐴👩‍🦰, ça coûte 4 €€€. \n\n The end 🙂"
@@ -45,7 +45,7 @@ def test_time_is_linear():
     for alike in (tokens, [tiny_tokenizer().get_vocab()["ÿ"]] * 40):  # whole letters, and broken ones
         decoded = []
         text_per_token(lambda some, decoded=decoded: decoded.append(len(some)) or text(some), alike * 50)
-        assert sum(decoded) < 2 * WINDOW * len(alike * 50)
+        assert sum(decoded) < 2 * MAX_HELD_TOKENS * len(alike * 50)
 
 
 def test_each_token_has_a_piece_also_of_bytes_that_are_no_text_and_of_a_stop_token(target):
@@ -54,6 +54,6 @@ def test_each_token_has_a_piece_also_of_bytes_that_are_no_text_and_of_a_stop_tok
     assert target.chat.text(broken) == f"{LOST}a{LOST}b" and text_per_token(target.chat.text, broken)[-1] == ""
     whole = target.tokenizer("\u2028\né \ufffd €").input_ids
     random_bytes = random.Random(0).choices(sorted(byte.values()), k=2000)
-    for tokens in (broken, whole, whole[:-1], [], random_bytes, [byte["ÿ"]] * (3 * WINDOW)):
+    for tokens in (broken, whole, whole[:-1], [], random_bytes, [byte["ÿ"]] * (3 * MAX_HELD_TOKENS)):
         pieces = text_per_token(target.chat.text, tokens)
         assert "".join(pieces) == target.chat.text(tokens) and len(pieces) == len(tokens)

@@ -8,7 +8,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from poss_lightning.evaluation.suites import KNOWN, OWN, own_suites, read_suites
+from poss_lightning.evaluation.suites import HUB_SUITES, OWN_FOLDER, own_suites, read_suites
 
 
 def lines(*records: dict) -> str:
@@ -28,7 +28,7 @@ def test_our_own_suites_are_six_of_ten_and_can_be_written_and_read_again(tmp_pat
     questions = read_suites()
     assert Counter(question.suite for question in questions) == dict.fromkeys(own_suites(), 10)
     assert read_suites(limit=2) == [question for name in own_suites() for question in read_suites([name])[:2]]
-    assert read_suites([str(OWN)]) == questions
+    assert read_suites([str(OWN_FOLDER)]) == questions
     (tmp_path / "chat.jsonl").write_text(lines(*map(vars, questions[:10])))
     assert read_suites([str(tmp_path)]) == questions[:10]
 
@@ -117,12 +117,12 @@ COLUMNS = {
 def test_the_six_of_the_papers_and_the_nine_of_speculators(tmp_path):
     """The nine are a file each, and asked whole."""
     for name, (row, (id, category, turns)) in COLUMNS.items():
-        config, split = KNOWN[name].config or "default", KNOWN[name].split
+        config, split = HUB_SUITES[name].config or "default", HUB_SUITES[name].split
         copy = data_set(tmp_path / name, [row], config, split)
         [question] = read_suites([f"hub:{name}?repo={copy}"])
         assert (question.suite, question.id, question.category, question.turns) == (name, id, category, turns)
         assert question.source == f"{copy} {config} {split}"
-    files = {suite.file for suite in KNOWN.values() if suite.file}
+    files = {suite.file for suite in HUB_SUITES.values() if suite.file}
     for file in files:
         (tmp_path / file).write_text(lines(*({"prompt": f"{file} {n}"} for n in range(90))))
     questions = read_suites([f"hub:speculators_qa?repo={tmp_path}"])
@@ -137,8 +137,8 @@ def test_the_pinned_commit_is_requested_and_recorded_and_a_copy_has_others(monke
         return [{"question": "How many?"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    pinned = KNOWN["gsm8k"].revision
-    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in KNOWN.values())
+    pinned = HUB_SUITES["gsm8k"].revision
+    assert all(len(suite.revision) == 40 and int(suite.revision, 16) for suite in HUB_SUITES.values())
     assert read_suites(["hub:gsm8k"])[0].source == f"openai/gsm8k@{pinned} main test"
     assert read_suites(["hub:gsm8k?repo=my/copy"])[0].source == "my/copy main test"
     assert asked == [("openai/gsm8k", "main", pinned), ("my/copy", "main", None)]
