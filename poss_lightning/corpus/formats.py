@@ -5,6 +5,7 @@ import json
 import logging
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from io import BufferedIOBase
 from itertools import islice
 from pathlib import Path
@@ -126,11 +127,10 @@ def _values(path: Path, file: BufferedIOBase, first: bytes) -> Iterator[tuple[in
 
 
 def _is_json(line: bytes) -> bool:
-    try:
+    with suppress(Malformed):
         parse_line(line)
-    except Malformed:
-        return False
-    return True
+        return True
+    return False
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -29,8 +29,7 @@ class AutoPlans:
         self.measured: dict[Key, Costs] = {}
         self.confirmed: set[Key] = set()  # measured again, as drafting did not pay
         self.planners: dict[Sampling, Planner] = {}  # as a draft is better at some temperatures
-        # Of the texts in hand:
-        self.planner = Planner(plan, device)
+        self.planner = Planner(plan, device)  # of the texts in hand, as all that follows
         self.costs: Costs | None = None
         self.warmup_rounds_left = 0  # that draft a whole tree
         self.fixed_plan: TreePlan | None = None  # where plans are not chosen for each round

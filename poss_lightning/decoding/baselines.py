@@ -43,10 +43,7 @@ class Generate(Decoder):
 
     @torch.inference_mode()
     def rounds(self, request: Request, clock: Clock) -> Iterator[Progress]:
-        """See `Decoder`: all in one step, with draws of its own, which the request's generator seeds.
-
-        Batches are padded on the left, as `generate` wants them.
-        """
+        """See `Decoder`: all in one step, padded on the left, with draws that the request's generator seeds."""
         prompts, limit, stops, sampling, generator = request
         limits = new_token_limits(self.target, prompts, limit)
         outputs = OutputTracker(limits, stops)

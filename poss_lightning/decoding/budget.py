@@ -77,9 +77,9 @@ class Planner:
         rates, tokens, seconds = self._rates(costs, None)
         if not self.trees or rates[1:].max() >= rates[0].max():
             return None
-        k, n, m = np.unravel_index(rates[1:].argmax(), rates[1:].shape)
-        best = k + 1, n, m
-        steps, needed = seconds[best] / costs.verify[1], rates[0].max() * seconds[best]
+        rates[0], best_plain = 0, rates[0].max()
+        best = np.unravel_index(rates.argmax(), rates.shape)
+        steps, needed = seconds[best] / costs.verify[1], best_plain * seconds[best]
         return (
             f"tree=auto disabled drafting: a drafted round costs {steps:.2f} plain steps but yields {tokens[best]:.2f} "
             "tokens" + (f"; lookups alone yield {needed:.2f} in that time" if needed > 1.001 * steps else "")

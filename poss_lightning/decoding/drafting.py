@@ -4,9 +4,7 @@ A draft key depends on its slot's z alone. So when a token is verified or drafte
 specialist that will read it; only the root slot and the frontier nodes pass through a whole layer, once.
 
 A slot joins a token with the feature on its left. Verified slots hold the target's features; the slots of drafted nodes
-follow them, level by level, and are overwritten in the next round.
-
-Letters here: M nodes of a frontier, k children of each.
+follow them, level by level, and are overwritten in the next round. Letters: M nodes of a frontier, k children of each.
 """
 
 from dataclasses import replace

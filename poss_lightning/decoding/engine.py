@@ -113,10 +113,9 @@ class Speculative(Decoder):
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
-        if outputs.active:
+        if outputs.active and self.auto:  # may measure, before text is shown
             self._drop_finished(outputs)
-            if self.auto:  # may measure, before text is shown
-                self.auto.begin(request.sampling, self._key(), self._measure, clock)
+            self.auto.begin(request.sampling, self._key(), self._measure, clock)
         yield began
         while outputs.active:
             self._drop_finished(outputs)
@@ -239,10 +238,7 @@ class Speculative(Decoder):
         return len(self.active.prompts), doublings, self.sampler.sampling.steps
 
     def _measure(self, again: bool) -> Costs:
-        """Time draft steps, and verification with its choice of tokens; the next round overwrites what they write.
-
-        Sizes that were timed for a different draft of this target are timed only `again`.
-        """
+        """Time draft steps, and verification with its choice of tokens; what a different draft timed only `again`."""
         plan, reach = self.plan, self.plan.reach
         candidates, noise = self.drafter.draft(self.root, plan), self._noise(reach).first(reach + 1)
 
