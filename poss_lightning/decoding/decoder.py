@@ -106,9 +106,11 @@ class Decoder(ABC):
 
 
 def new_token_limits(target: Target, prompts: list[list[int]], limit: int) -> list[int]:
-    """Return how many new tokens each prompt may have: `limit`, or what the context leaves; as `Decoder.rounds`."""
+    """Return how many new tokens each prompt may have: `limit`, or what the context leaves. Raises as `rounds`."""
     if limit < 1:
         raise ValueError(f"the limit of new tokens is {limit}; it must be at least 1")
+    if not prompts:
+        raise ValueError("there are no prompts: give at least one")
     spec = target.spec
     for prompt in prompts:
         target.check_tokens(prompt, "a prompt")

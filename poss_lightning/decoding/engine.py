@@ -46,7 +46,7 @@ class Speculative(Decoder):
     Args:
         target: the frozen model.
         drafter: what proposes; `from_draft` makes that of a draft.
-        plan: the tree of every round; by default the drafter's longest path.
+        plan: the trees of rounds; by default `auto`, as deep as the drafter's longest path.
         graphs: run rounds as CUDA graphs; None does so where the target can.
 
     Raises:
@@ -78,6 +78,7 @@ class Speculative(Decoder):
         self.cache, self.active = target.new_cache(0, 0), ActiveRows(0, target.device)  # none, until `_prefill`
         self.root = torch.zeros(0, 1, dtype=torch.long, device=target.device)  # (B, 1) the newest tokens
         self.sampler = TokenSampler(0, target.spec.vocab_size, target.device)
+        self.request_id = 0  # of the texts in hand
         self.graphs = Graphs(target.device, graphs, target.has_graphs)
 
     @classmethod
@@ -112,12 +113,15 @@ class Speculative(Decoder):
         outputs = OutputTracker(limits, request.stops)
         with clock.part("prefill"):
             first = self._prefill(request, max(limits))
+        self.request_id = request_id = self.request_id + 1
         began = Progress({prompt: outputs.append(prompt, [token])[0] for prompt, token in enumerate(first)})
         if outputs.active and self.auto:  # may measure, before text is shown
             self._drop_finished(outputs)
             self.auto.begin(request.sampling, self._key(), self._measure, clock)
         yield began
         while outputs.active:
+            if self.request_id != request_id:
+                raise RuntimeError("this engine has started on other prompts: it decodes one batch at a time")
             self._drop_finished(outputs)
             plan = self._choose_plan()
             done, host_copy = self._round(plan, clock)

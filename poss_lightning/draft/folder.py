@@ -112,7 +112,8 @@ def _check_config(stored: dict[str, Any], folder: Path, source: str | Path) -> N
     if "allocation" in stored or not {"architectures", "model_type"} & stored.keys():
         return
     kind, mark = published_format(stored)
-    if kind == "eagle" and OWN not in stored and (folder / "tokenizer.json").is_file():
+    is_model = (stored.get("num_hidden_layers") or 1) > 1 or (folder / "tokenizer.json").is_file()
+    if kind == "eagle" and OWN not in stored and is_model:
         raise ValueError(f"{source} is a whole model: it may be the target, and a draft is trained for it")
     convert = f"poss convert {shlex.quote(str(source))} DRAFT --input_format {kind} --target TARGET"
     raise ValueError(f"{source} is a draft in a published format (its config.json has {mark}); convert it: {convert}")

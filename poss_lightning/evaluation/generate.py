@@ -50,7 +50,7 @@ def generate(
         compare: decode the answer again by plain decoding, for the speed-up.
         chat: read further messages from stdin, one per line, until an empty line or the end; if the prompt is -, the
             first message too.
-        show: "tree" draws every round: its tree, the accepted path and the bonus token.
+        show: "tree" draws every round: its tree, the accepted path and the bonus token; with --tree fixed, whole trees.
         **decoding: target, sizes of trees and sampling; see `DecodingOptions`.
     """
     options = DecodingOptions(lookup=DEFAULT_LOOKUP * bool(draft) if lookup is None else lookup, **decoding)

@@ -116,7 +116,7 @@ def _read_answers(file: Path) -> list[Answer]:
             response: Any = parse_line(line) if isinstance(line, bytes) else line
             id = response.get("id") or (response.get("meta_info") or {}).get("id") or number
             answers[id] = Answer(number, response.get("metadata") or {}, *_count([response]))
-        except (AttributeError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted ({error}): {HOW}"
             ) from None

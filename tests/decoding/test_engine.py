@@ -9,10 +9,12 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 
+from poss_lightning.clock import Clock
 from poss_lightning.decoding import engine
 from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.budget import WARMUP_ROUNDS
 from poss_lightning.decoding.costs import Costs
+from poss_lightning.decoding.decoder import Request
 from poss_lightning.decoding.drafting import top_log_probs
 from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
 from tests.support.decoders import PROMPTS, STOPS, drawn, plant, speculate, tokens_of
@@ -171,6 +173,11 @@ def test_an_engine_is_whole_after_a_failure_and_threads_take_turns(target):
         speculative.decode(PROMPTS, 5, STOPS)
     with ThreadPoolExecutor(3) as pool:
         assert [*pool.map(lambda prompt: tokens_of(speculative, [prompt])[0], PROMPTS)] == expected
+    first = speculative.rounds(Request(PROMPTS[:1], 30, frozenset()), Clock(target.device))
+    next(first)
+    assert tokens_of(speculative) == expected
+    with pytest.raises(RuntimeError, match="decodes one batch at a time"):
+        next(first)
 
 
 @pytest.mark.parametrize(("tree", "law"), [("fixed", GREEDY), ("auto", Sampling(1.0))], ids=str)
