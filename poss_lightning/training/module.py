@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning
@@ -103,7 +104,8 @@ class DraftModule(lightning.LightningModule):
         super().__init__()
         self.options = DraftOptions(allocation=allocation, **draft)  # pyright: ignore[reportArgumentType] a list, too
         self._begin_with = start_from, normalise, anchors
-        self._losses_of = {"terms": loss, "gamma": gamma, "slot_weights": slot_weights, "chunk": chunk}
+        self._terms = loss
+        self._make_loss = partial(LossSpec, gamma=gamma, slot_weights=slot_weights, chunk=chunk)
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
         self.guard = NormGuard()
         if store is not None:
@@ -115,8 +117,8 @@ class DraftModule(lightning.LightningModule):
             self.hparams["store"] = [str(folder) for folder in source.folders]
         self.draft, self.embed_head = begin_draft(source, self.options, *self._begin_with)
         config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
-        terms = dict(self._losses_of["terms"] or (DEFAULT if config.predicts_feature else {"token": 1.0}))
-        self.loss = LossSpec(**self._losses_of | {"terms": terms})
+        terms = dict(self._terms or (DEFAULT if config.predicts_feature else {"token": 1.0}))
+        self.loss = self._make_loss(terms=terms)
         self.loss.check_kind(config.predicts_feature)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]
