@@ -4,9 +4,11 @@ import inspect
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import FSDPStrategy
 
 from poss_lightning import cli
 from poss_lightning.configs import locate_configs, read_config
@@ -19,19 +21,39 @@ from poss_lightning.evaluation.rounds import check_method_names, read_rounds
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.schedule import split
 from poss_lightning.features.store import FeatureStore
+from poss_lightning.features.writing import write_store
 from poss_lightning.files import read_json
 from poss_lightning.losses.passes import LossSpec
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.reports.compare import compare
 from poss_lightning.target_model.chat import Chat
+from poss_lightning.target_model.model import Target
+from poss_lightning.training.checks import check_precision, check_trainer
 from poss_lightning.training.module import DraftModule
+from poss_lightning.training.strategies import DeepSpeed
 from tests.support.command import Result, run_in, says, unchanged
+from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
 
 # --- calls ---
 
+NOWHERE = Path("nowhere")
 TWO = {"depth": 2, "allocation": (1, 1)}
 PAGE = {"runs": "nowhere"}
+
+
+def untested(folder: Path) -> None:
+    FeatureDataModule(str(folder)).test_dataloader()
+
+
+def four(folder: Path, **options: Any) -> dict[str, Any]:
+    return {"allocation": [2, 2], "store": str(folder)} | options
+
+
+def talks_of(target: Target, **options: Any) -> dict[str, Any]:
+    return SIZES | {"folder": NOWHERE, "target": target, "conversations": make_conversations()} | options
+
+
 REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by name; words of what it says
     (LossSpec, {"terms": {"tokens": 1.0}}, "loss has the term 'tokens'; terms are feature, token, topk, acceptance"),
     (check_method_names, (["PosS-2, 56 steps"],), "'PosS-2, 56 steps'; names stand in lists, so it must have no comma"),
@@ -64,6 +86,33 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
     (FeatureDataModule, (), "give one of them"),
     (FeatureDataModule, lambda finished: {"store": str(finished), "corpus": "x.jsonl"}, "give one of them"),
     (FeatureDataModule, lambda finished: {"store": str(finished), "target": "other"}, "target is 'other', and store "),
+    (
+        FeatureDataModule,
+        lambda finished: {"store": str(finished), "validation": 0.0},
+        "validation is 0.0, so there would",
+    ),
+    (untested, lambda finished: [finished], "there is nothing to test on: give a test_store"),
+    (DraftModule, lambda finished: four(finished, anchors=8), "anchors is 8, and the passes of a draft of kind eagle2"),
+    (
+        DraftModule,
+        lambda finished: four(finished, depth=2),
+        "which never reaches every specialist of [2, 2]: give at l",
+    ),
+    (DraftModule, lambda finished: four(finished, depth=3, window=3), "depth is 4, and the draft's window 3"),
+    (LossSpec().check_kind, (False,), "loss has feature: 1.0, but a draft of this kind predicts no feature"),
+    (write_store, lambda target: talks_of(target, max_length=3), "the 24 conversations has an answer within 3 tokens"),
+    (
+        write_store,
+        lambda target: talks_of(target, layers=(1, 2)),
+        "layers has 2; those of tiny that can be kept are 1 ",
+    ),
+    (check_precision, ("16-mixed",), "take bf16-mixed, 32-true, 64-true"),
+    (
+        check_trainer,
+        (SimpleNamespace(strategy=FSDPStrategy(), callbacks=[]), "adamw"),
+        "is FSDPStrategy, whose weights",
+    ),
+    (DeepSpeed, (2, False, True), "offload_parameters is true at stage 2; only stage 3 divides the weights"),
     (DraftConfig, lambda target: {"target": target.spec, "detach": "yes"} | TWO, "detach is 'yes'; it must be a valid"),
     (DraftConfig, lambda target: {"target": target.spec, "fc_norm": True} | TWO, "fc_norm is True, which only kind"),
 ]
@@ -75,7 +124,7 @@ def test_a_call_is_refused_in_one_line(request, call, arguments, words):
         arguments = arguments(*map(request.getfixturevalue, inspect.signature(arguments).parameters))
     with pytest.raises((ValueError, OSError)) as error:
         call(**arguments) if isinstance(arguments, dict) else call(*arguments)
-    assert words in str(error.value)
+    assert words in str(error.value) and not NOWHERE.exists()
 
 
 # --- places ---

@@ -60,10 +60,7 @@ class Training(LightningCLI):
         arguments: of the command line.
         until: stop when options are "parsed", or when module, data and trainer are "built"; or run until "done".
 
-    Raises:
-        ArgumentError: an unknown option, or a value that it does not take.
-        FileExistsError: the logger's folder holds a different training.
-        OSError, ValueError: from the module, the data or the trainer.
+    It raises what `training.fit.fit` does.
     """
 
     def __init__(self, command: str, arguments: list[str], until: Literal["parsed", "built", "done"] = "done"):

@@ -45,11 +45,7 @@ def restore_fused(checkpoint: Mapping[str, Any], trainer: lightning.Trainer) -> 
 
 
 def schedule_rate(optimizer: Optimizer, warmup: float, trainer: lightning.Trainer) -> LambdaLR:
-    """Raise the rate over that fraction of the steps, then lower it linearly to 0.
-
-    Raises:
-        ValueError: the training has no last step.
-    """
+    """Raise the rate over that fraction of the steps, then lower it linearly to 0; ValueError without a last step."""
     total = trainer.estimated_stepping_batches
     if total == float("inf"):
         raise ValueError("the learning rate falls to the last step: give trainer.max_steps or trainer.max_epochs")

@@ -50,19 +50,6 @@ def test_a_text_is_cut_at_the_context_of_the_target_which_is_said(tmp_path, capl
     assert store.lengths.max() == 40 == store.manifest.max_length
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"max_length": 3}, "none of the 24 conversations has an answer within 3 tokens"),
-        ({"layers": (1, 2)}, "layers has 2; those of tiny that can be kept are 1 to 1"),
-    ],
-)
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(target, tmp_path, options, words):
-    with pytest.raises(ValueError, match=words):
-        write_store(tmp_path / "store", target, make_conversations(), **SIZES | options)
-    assert not (tmp_path / "store").exists()
-
-
 def conversation(name: str, *turns: str) -> Conversation:
     roles = ("user", "assistant")
     return Conversation(name, [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)])

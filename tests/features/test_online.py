@@ -9,6 +9,7 @@ import pytest
 from poss_lightning.extraction import extract
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.module import DraftModule
+from tests.support.ranks import QUIET
 from tests.support.stores import make_conversations
 from tests.support.talks import EAGLE3
 from tests.support.tiny import tiny_target
@@ -35,8 +36,7 @@ def fit(source: dict, **options) -> tuple[DraftModule, list]:
     module = DraftModule([1, 2], data.source, learning_rate=1e-3, vocabulary_size=60, **options)
     batches, transferred = [], data.on_after_batch_transfer
     data.on_after_batch_transfer = lambda *given: batches.append(transferred(*given)) or batches[-1]
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    lightning.Trainer(accelerator="cpu", max_steps=3, **quiet).fit(module, data)
+    lightning.Trainer(accelerator="cpu", max_steps=3, enable_checkpointing=False, **QUIET).fit(module, data)
     return module, batches
 
 

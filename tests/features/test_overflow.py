@@ -15,6 +15,7 @@ from poss_lightning.features.writing import CorpusError, tokenize, write_store
 from poss_lightning.ranks import Rank
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.module import DraftModule
+from tests.support.ranks import QUIET
 from tests.support.stores import SIZES, contents, make_conversations
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tolerance import LAYER, close
@@ -78,8 +79,7 @@ def test_a_store_leaves_out_counts_and_names_them(tmp_path, caplog, monkeypatch,
 
 def fit(data: FeatureDataModule) -> DraftModule:
     module = DraftModule([1, 2], data.source, learning_rate=1e-3)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **quiet)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **QUIET)
     trainer.fit(module, data)
     assert trainer.callback_metrics["val/loss"].isfinite() and trainer.global_step > 3
     assert all(value.isfinite().all() for value in [*module.draft.parameters(), *module.draft.buffers()])

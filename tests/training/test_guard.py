@@ -50,6 +50,16 @@ def test_step_and_conversations_are_named_and_checkpoints_are_from_before(spoilt
     assert not (tmp_path / "draft-last").exists()
 
 
+def test_the_next_logged_step_notices_it(spoilt):
+    """Not only the end of the training, which may be days away."""
+    begun: list[int] = []
+    watch = LambdaCallback(on_train_batch_start=lambda trainer, *_: begun.append(trainer.global_step))
+    with pytest.raises(ValueError, match=r"step (\d+): the norm of the gradient is nan") as error:
+        spoilt([watch], log_every_n_steps=2, limit_train_batches=5)
+    (step,) = map(int, re.findall(r"^step (\d+)", str(error.value)))
+    assert begun[-1] <= step + 2 < 4
+
+
 def test_a_limit_that_cuts_a_step_is_refused(spoilt):
     words = "limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
     with pytest.raises(ValueError, match=words):

@@ -1,20 +1,16 @@
-"""Every callback and flag of Lightning changes no weight, does what it says, or is refused."""
+"""Callbacks and flags of Lightning change no weight, do what they say, or are refused."""
 
-import inspect
 import warnings
-from types import SimpleNamespace
 
 import lightning
 import pytest
 import torch
 from lightning.pytorch import callbacks
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import FSDPStrategy
 
 from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.callbacks import DraftFolders, LastCheckpoint
-from poss_lightning.training.checks import PRECISIONS, check_precision, check_trainer
 from poss_lightning.training.module import DraftModule
 from tests.support.processes import forked
 from tests.support.ranks import QUIET
@@ -77,19 +73,10 @@ WATCH = {
     "enable_autolog_hparams": False,
     "model_registry": "mine",
 }
-ELSEWHERE = {  # flags that change what is trained, and the tests that read them
-    "test_strategies": ("accelerator", "strategy", "devices", "num_nodes", "gradient_clip_val"),
-    "test_fit": ("precision", "plugins", "max_steps", "max_epochs"),
-    "test_trainer": ("overfit_batches", "limit_train_batches"),
-    "test_resume": ("accumulate_grad_batches", "max_time", "check_val_every_n_epoch"),
-    "below": ("fast_dev_run", "barebones", "gradient_clip_algorithm"),
-}
 
 
-def test_the_tables_have_every_callback_and_flag_of_lightning():
-    flags = {*inspect.signature(lightning.Trainer.__init__).parameters} - {"self"}
+def test_the_table_has_every_callback_of_lightning():
     assert {*CALLBACKS} >= {*callbacks.__all__}
-    assert {*WATCH}.union(*ELSEWHERE.values()) >= flags
 
 
 def fit(store, folder, given=(), before=None, model=(), batch_tokens=512, **flags):
@@ -141,21 +128,6 @@ def test_what_changes_what_was_read_before_is_refused(store, tmp_path, name):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_strategy_whose_checkpoints_are_not_one_file_is_refused(store, tmp_path):
-    with pytest.raises(ValueError, match=r"strategy is FSDPStrategy, .*take ddp, or .*conf/trainer/zero2\.yaml"):
-        check_trainer(SimpleNamespace(strategy=FSDPStrategy(), callbacks=[], precision="32-true"), "adamw")
-    with pytest.raises(ValueError, match=r"trainer\.precision is 16-true, in which small steps of the weights"):
-        fit(store, tmp_path, precision="16-true")
-
-
-@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "bf16-true", "transformer-engine", "nf4"])
-def test_a_precision_that_is_not_known_to_keep_small_steps_is_refused(precision):
-    with pytest.raises(
-        ValueError, match=rf"trainer\.precision is {precision}, in which .*take {', '.join(PRECISIONS)}"
-    ):
-        check_precision(precision)
-
-
 def test_a_rate_that_lightning_finds_is_the_one_that_is_trained_with(store, tmp_path):
     finder = callbacks.LearningRateFinder(min_lr=1e-5, max_lr=1e-2, num_training_steps=40, early_stop_threshold=None)
     found, trainer = fit(store, tmp_path, [finder], batch_tokens=64)
@@ -168,18 +140,16 @@ def validate(trainer, module, data) -> None:
     trainer.validate(module, data, verbose=False)
 
 
-def validate_elsewhere(trainer, module, data) -> None:
-    validate(lightning.Trainer(accelerator="cpu", **QUIET), module, data)
+def measure(trainer, module, data) -> None:
+    """By the trainer of the fit, and by a different one; and a test store twice."""
+    for each in (trainer, lightning.Trainer(accelerator="cpu", **QUIET)):
+        validate(each, module, data)
+        each.test(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
 
 
-def measure_twice(trainer, module, data) -> None:
-    for _ in range(2):
-        trainer.test(module, data, verbose=False)
-
-
-@pytest.mark.parametrize("before", [validate, validate_elsewhere, measure_twice])
-def test_a_validation_before_a_fit_changes_nothing(store, tmp_path, plain, before):
-    assert same(plain, fit(store, tmp_path, before=before)[0])
+def test_a_validation_before_a_fit_changes_nothing(store, tmp_path, plain):
+    assert same(plain, fit(store, tmp_path, before=measure)[0])
 
 
 @pytest.mark.parametrize("options", [EAGLE3, BLOCK | {"allocation": [4]}], ids=["eagle3", "block"])
@@ -192,7 +162,9 @@ def test_a_draft_of_another_kind_is_validated_fitted_and_tested_too(make_store, 
 
 def test_data_of_a_different_target_are_refused(store, make_store):
     """Of the same sizes, whose features would go through the head of the other."""
-    module, other = DraftModule([1], store), FeatureDataModule(make_store(tiny_target(1)))
+    module, other = DraftModule([1], store), FeatureDataModule(other_store := make_store(tiny_target(1)))
+    with pytest.raises(ValueError, match=r"test_store .* is of a different target than what is trained on: "):
+        FeatureDataModule(store, test_store=other_store)
     trainer = lightning.Trainer(accelerator="cpu", max_steps=1, **QUIET)
     for run in (trainer.fit, trainer.validate):
         with pytest.raises(ValueError, match="for a different target than the features of its data: fingerprint"):
@@ -209,5 +181,6 @@ def warn_of_nothing(store, folder) -> None:
     assert best.best_model_score >= 1
 
 
+@pytest.mark.nightly
 def test_processes_of_an_own_trainer_are_not_told_to_average(store, tmp_path):
     forked(2, warn_of_nothing, store, tmp_path)

@@ -70,7 +70,7 @@ def trained(monkeypatch) -> list[dict]:
     return seen
 
 
-@pytest.mark.parametrize("number", [5, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [3, pytest.param(200, marks=pytest.mark.nightly)])
 def test_everything_trains_with_the_options_of_print_config(number, tmp_path, trained):
     """Random options over every config and random others, some of which set the same."""
     draw = random.Random(number)

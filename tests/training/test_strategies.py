@@ -219,9 +219,3 @@ def test_a_command_line_runs_on_two_cpu_ranks(trained, tmp_path, strategy):
     run = trained / f"{strategy}.yaml"
     for folder in (run / "draft-last", run / "draft-best", run / "checkpoints" / "last.ckpt"):
         assert load_draft(folder).config.allocation == (3, 3)
-
-
-@needs_deepspeed
-def test_weights_that_are_not_divided_cannot_be_offloaded():
-    with pytest.raises(ValueError, match="offload_parameters is true at stage 2"):
-        DeepSpeed(2, offload_parameters=True)

@@ -18,14 +18,7 @@ from poss_lightning.target_model.model import Target
 from poss_lightning.training.module import DraftModule
 from poss_lightning.training.unrolled import unrolled_losses
 from tests.support.ranks import QUIET
-from tests.support.tiny import tiny_target
 from tests.support.tolerance import LAYER, close
-
-
-@pytest.fixture
-def inner(make_store) -> str:
-    return make_store(tiny_target(num_hidden_layers=7), limit=4)
-
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -83,17 +76,6 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
     with pytest.warns(UserWarning, match="trained on 12 of these 12"):
         (tested,) = trainer.test(module, data, verbose=False)
     assert close(tested, {name.replace("val", "test", 1): value for name, value in found.items()}, dtype=torch.float32)
-
-
-def test_what_a_trainer_cannot_do_is_refused(store, inner):
-    module = DraftModule([1], store)
-    with pytest.raises(ValueError, match="nothing to test on: give a test_store"):
-        lightning.Trainer(accelerator="cpu", **QUIET).test(module, FeatureDataModule(store))
-    with pytest.raises(ValueError, match=r"validation is 0\.0, .* give a validation_store"):
-        FeatureDataModule(store, validation=0.0)
-    for name in ("validation_store", "test_store"):
-        with pytest.raises(ValueError, match=f"{name} .* is of a different target than what is trained on: "):
-            FeatureDataModule(store, **{name: inner})
 
 
 def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
