@@ -92,7 +92,7 @@ def doctor(
     questions = [questions[i * len(questions) // count] for i in range(count)] if questions else []
     if count < MIN_PROMPTS:
         raise ValueError(f"{count} texts show nothing; give {MIN_PROMPTS} or more, and a limit that takes them")
-    model = Target.load(target, dtype, device)
+    model = Target.load(target, dtype, device, exact=False)  # no text is drafted here
     if features and (difference := features.target.difference(model.spec)):
         raise ValueError(f"store {store} is of another target than {target}: {difference}")
     try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor import hypotheses
-from poss_lightning.doctor.answers import Answers
+from poss_lightning.doctor.answers import LONG, Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Trial, confirm, describe_engine, screen
 from poss_lightning.doctor.load import load
 from poss_lightning.doctor.measure import replayed, unrolled
@@ -29,6 +29,7 @@ from poss_lightning.interop.facts import compare_facts
 from poss_lightning.reports.acceptance import Counts, compare
 from poss_lightning.training.module import DraftModule
 from tests.support.documents import ROOT, commands, shell
+from tests.support.learnt import learnt_draft
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target, write_target
 from tests.support.tolerance import close
@@ -77,8 +78,9 @@ def exchanged(one: str, two: str) -> Callable[[State], State]:
     """Two layers, or two tensors, in each other's place."""
 
     def exchange(state: State) -> State:
-        names = {name: name.replace(one, "\0").replace(two, one).replace("\0", two) for name in state}
-        return {other: state[name] for name, other in names.items() if other != name}
+        whole = {name: f".{name}.".replace(f".{one}.", ".\0.").replace(f".{two}.", f".{one}.") for name in state}
+        names = {name: other.replace("\0", two)[1:-1] for name, other in whole.items()}
+        return {other: state[name] for name, other in names.items() if other in state}
 
     return exchange
 
@@ -159,7 +161,7 @@ FAULTS = [  # the first in `make test`
     Fault("eagle3", "the head reads un-normed states", learnt={"raw_head": True}),
     Fault("eagle2", "the feature before the norm", learnt={"before_norm": True}, family="llama"),
     Fault("eagle3", ONE_HIGHER, config=HIGHER),
-    Fault("eagle3", "the last layer", config={"inner_layers": (2, 4, 7)}),
+    Fault("eagle3", "EAGLE-3's usual layers", config={"inner_layers": (2, 4, 7)}),
 ]
 
 
@@ -381,11 +383,19 @@ def test_convert_accepts_what_was_fixed(config, learnt, examine, convert, tmp_pa
 
 
 @pytest.mark.nightly
-def test_long_text_shows_positions_that_an_engine_clamps_and_the_page_is_written(learnt, examine, convert, tmp_path):
-    convert(learnt("eagle3"), tmp_path / "draft", "--output_format", "sglang")
+def test_long_text_shows_positions_that_an_engine_clamps_and_the_page_is_written(
+    deep, texts_of, examine, convert, tmp_path
+):
+    """Of a draft that has learnt the answers, and the long text, whose every position it tells apart."""
+    parts = [*texts_of(deep).samples(LONG).values()]
+    joined = {name: torch.cat([getattr(each, name) for each in parts]) for name in ("tokens", "greedy", "layers")}
+    samples = [*texts_of(deep).samples().values(), parts[0]._replace(**joined)]
+    learnt_draft(deep, samples, "eagle3").save_pretrained(tmp_path / "long")
+    convert(tmp_path / "long", tmp_path / "draft", "--output_format", "sglang")
     words = "--input_format", "eagle3", "--html", "page.html"
     printed = examine(rewritten(tmp_path / "draft", max_position_embeddings=64), *words)
-    assert "accepts less: teacher-forced, one long text, angles clamped" in printed
+    (losses,) = (line for line in printed.splitlines() if line.startswith("accepts less"))
+    assert "teacher-forced, one long text, angles clamped" in losses
     assert "\nmax_position_embeddings 64 → " in printed and "temperature 1, drafts by argmax" in printed
     assert "<svg" in (tmp_path / "page.html").read_text()
 
