@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor import hypotheses
-from poss_lightning.doctor.answers import LONG, Answers
+from poss_lightning.doctor.answers import ANSWERS, LONG, Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Trial, confirm, describe_engine, screen
 from poss_lightning.doctor.load import load
 from poss_lightning.doctor.measure import replayed, unrolled
@@ -296,10 +297,17 @@ def test_a_draft_of_other_sizes_needs_no_forward_pass(learnt, examine, tmp_path)
     assert printed[-2:] == [f"config.json: hidden_size is 32; a draft for {wide} has 64", FOREIGN]
 
 
-def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, tmp_path):
-    """To the digit: the same sums, and the same rounds."""
-    folder = learnt("eagle3")
-    write_store(tmp_path / "store", deep, talks()[:12], layers=(2, 4, 5), **SIZES)
+def test_the_first_steps_are_those_of_validation_and_replay(deep, learnt, texts_of, prompts, tmp_path):
+    """To the digit, in the target's own answers and in texts of others: the same sums, and the same rounds."""
+    folder, asked = learnt("eagle3"), [json.loads(line)["prompt"] for line in Path(prompts).read_text().splitlines()]
+    own = [
+        {"messages": [{"role": "user", "content": asked[number]}, deep.chat.message(answer)]}
+        for form, number, _, answer, _ in texts_of(deep).written
+        if form == ANSWERS
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
+    texts = [*read_conversations(str(tmp_path / "own.jsonl")), *talks()[:8]]
+    write_store(tmp_path / "store", deep, texts, layers=(2, 4, 5), **SIZES)
     store = FeatureStore(tmp_path / "store")
     samples, draft = [store[i] for i in range(len(store))], load_draft(folder)
     variant, texts = load(str(folder), "ours", None, deep), [*Answers(deep, [], store, len(store)).samples().values()]
