@@ -87,7 +87,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def published_format(stored: dict[str, Any]) -> tuple[str, str]:
     """Return the format of a published draft, and what in its config.json says so; "eagle" where nothing does."""
-    names, ours = stored.get("architectures") or [], stored.get(OWN)
+    names, ours = stored.get("architectures"), stored.get(OWN)
+    names = names if isinstance(names, list) else []
     if SERVED in names and ours:  # as our plugin for vLLM loads it
         return ("speed" if ours.get("kind") == "eagle3" else "poss"), SERVED
     mark = next((mark for mark in PUBLISHED if mark in (*stored, *names)), "")
