@@ -63,6 +63,10 @@ class LossSpec:
         """Return γ^{k-1} of each pass: (K,)"""
         return self.gamma ** torch.arange(depth, device=device)
 
+    def sum_passes(self, means: Tensor) -> Tensor:
+        """Return L = Σ_k γ^{k-1} L_k of means (K,)."""
+        return (means * self.discounts(len(means), means.device)).sum()
+
 
 class PassLosses(NamedTuple):
     """Sums over the slots that count, one number per pass (K,), and the draft's top tokens there."""

@@ -194,7 +194,7 @@ class DraftModule(lightning.LightningModule):
         if not batch.mask.is_empty:  # not one that only fills up the step
             # Of the host, as Lightning reads what the bar shows after every batch.
             means = losses.weighted / losses.slots.clamp(min=1)  # (K,)
-            self.log("train/loss", self._sum_passes(means).cpu(), prog_bar=True)
+            self.log("train/loss", self.loss.sum_passes(means).cpu(), prog_bar=True)
         self.log("train/learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log_by_depth("train_loss", losses.weighted / losses.slots)
         for name in self.logged_terms:
@@ -222,14 +222,21 @@ class DraftModule(lightning.LightningModule):
         extra = self.extra_losses(predictions, batch)
         return losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
 
-    def on_before_optimizer_step(self, optimizer) -> None:
-        if self._logs:  # which waits for the device in any case
-            self.guard.check()
-        if not isinstance(self.trainer.strategy, DeepSpeed):
-            gradients = [each.grad for each in self.draft.parameters() if each.grad is not None]
-            self.guard.end_step(torch.nn.utils.get_total_norm(gradients), self.trainer.global_step)
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
+        """Clip the gradient, as Lightning does not with a fused AdamW, and keep its norm for the guard."""
+        if isinstance(self.trainer.strategy, DeepSpeed):  # it clips by itself
+            return
+        parameters = list(self.draft.parameters())
+        norm = torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+        self.guard.end_step(norm, self.trainer.global_step)
+        if gradient_clip_val and gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        elif gradient_clip_val:
+            torch.nn.utils.clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def optimizer_step(self, *step: Any) -> None:
+        if self._logs:  # which waits for the device in any case
+            self.guard.check()
         super().optimizer_step(*step)
         if isinstance(self.trainer.strategy, DeepSpeed):
             norm = torch.tensor(torch.inf if self.trainer.strategy.overflowed else 0.0)
@@ -239,8 +246,7 @@ class DraftModule(lightning.LightningModule):
         self.guard.check()
 
     @property
-    def _logs(self) -> bool:
-        """Return whether values of the current step are logged."""
+    def _logs(self) -> bool:  # the current step
         every = self.trainer.log_every_n_steps  # pyright: ignore[reportAttributeAccessIssue]
         return every > 0 and (self.trainer.global_step + 1) % every == 0
 
@@ -260,7 +266,7 @@ class DraftModule(lightning.LightningModule):
     def on_validation_epoch_end(self) -> None:
         losses, means = self.val_metrics.compute()
         depth = self.draft.config.depth  # which may be less than that of decoding
-        self.log_shared(f"{self.stage}/loss", self._sum_passes(losses[:depth]), prog_bar=True)
+        self.log_shared(f"{self.stage}/loss", self.loss.sum_passes(losses[:depth]), prog_bar=True)
         for name, values in means.items():
             self.log_by_depth(f"{self.stage}_{name}", values)
         self.val_metrics.reset()
@@ -296,10 +302,6 @@ class DraftModule(lightning.LightningModule):
             resume(self.trainer, checkpoint, self.hparams)
 
     # --- shared by training and validation ---
-
-    def _sum_passes(self, means: Tensor) -> Tensor:
-        """Return L = Σ_k γ^{k-1} L_k of means (K,)."""
-        return (means * self.loss.discounts(len(means), self.device)).sum()
 
     def log_by_depth(self, name: str, values: Tensor) -> None:
         """Log values (K,) as `name/depth_k`, and their mean as `name/mean`: TensorBoard groups by `name`.

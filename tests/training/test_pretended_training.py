@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from poss_lightning.decoding.plans import TreePlan
-from poss_lightning.evaluation import replay
+from poss_lightning.evaluation import stored_rounds
 from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.online import OnlineFeatures
@@ -177,13 +177,17 @@ def test_a_batch_is_pinned_and_moved_once_and_without_a_wait(device, stores, kin
 def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
     module = DraftModule([2], stores["eagle2"])
     samples, rounds = [FeatureStore(stores["eagle2"])[i] for i in range(6)], []
-    monkeypatch.setattr(replay, "judge", lambda *given, judge=replay.judge: (rounds.append(1), judge(*given))[1])
-    host = replay.replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))
+    monkeypatch.setattr(
+        stored_rounds, "judge", lambda *given, judge=stored_rounds.judge: (rounds.append(1), judge(*given))[1]
+    )
+    host = stored_rounds.replay_rounds(module.draft, module.embed_head, samples, TreePlan(2))
     rounds.clear()
     device.waits.clear()
     samples = move_data_to_device(samples, DEVICE)
-    assert replay.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, TreePlan(2)) == host
-    assert len(rounds) > 10 and sum("replay.py" in wait for wait in device.waits) < 1.5 * len(rounds)
+    assert (
+        stored_rounds.replay_rounds(module.draft.to(DEVICE), module.embed_head.to(DEVICE), samples, TreePlan(2)) == host
+    )
+    assert len(rounds) > 10 and sum("stored_rounds.py" in wait for wait in device.waits) < 1.5 * len(rounds)
 
 
 def padded(source) -> Batch:
