@@ -226,7 +226,7 @@ def _rounds() -> list[DraftedTree]:
 
 
 def _places(tree: DraftedTree, shown: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """(depth, row) of each node: leaves below each other, most likely first, a parent beside its most likely child."""
+    """(depth, row) of each node: leaves below each other, most likely first; a parent in the row of its first child."""
     places: dict[int, tuple[float, float]] = {}
     rows = iter(range(len(shown)))
 

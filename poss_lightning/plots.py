@@ -103,10 +103,10 @@ def bars(values: Mapping[str, Any], least: float = 0.0) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(values)), layout="constrained")
         axes = figure.add_subplot()
-        for place, value in enumerate(values.values()):
-            axes.barh(-place, value.value - least, left=least, color=COLOURS[0], alpha=0.6)
-            axes.plot([value.low, value.high], [-place, -place], color=INK, linewidth=1.4)
-        axes.set_yticks([-place for place in range(len(values))], [*values])
+        for row, value in enumerate(values.values()):
+            axes.barh(-row, value.value - least, left=least, color=COLOURS[0], alpha=0.6)
+            axes.plot([value.low, value.high], [-row, -row], color=INK, linewidth=1.4)
+        axes.set_yticks([-row for row in range(len(values))], [*values])
         axes.grid(False, axis="y")
     return figure
 

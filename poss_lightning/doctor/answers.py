@@ -112,8 +112,8 @@ class Answers:
         samples = {number: store[number] for number in range(self.count)}
         for number, stored in samples.items():
             layers = read_text(self.target, stored).layers
-            kept = torch.cat([stored.layers, stored.features[:, None]], dim=1)
-            layers[:, [*(layer - 1 for layer in store.layers), -1]] = kept.to(layers)
+            in_store = torch.cat([stored.layers, stored.features[:, None]], dim=1)
+            layers[:, [*(layer - 1 for layer in store.layers), -1]] = in_store.to(layers)
             samples[number] = stored._replace(layers=layers)
         return samples
 

@@ -96,14 +96,14 @@ def doctor(
     if features and (difference := features.target.difference(model.spec)):
         raise ValueError(f"store {store} is of another target than {target}: {difference}")
     try:
-        found = load(draft, input_format, allocation, model)
+        variant = load(draft, input_format, allocation, model)
     except ForeignDraft as error:
         return print(f"{error}\n{FOREIGN}")
-    known = compare_facts(found.stated, found.config, model)
-    print(Fact("", "draft", "target, or usual", ""), *known, *found.description, sep="\n")
+    facts = compare_facts(variant.stated, variant.config, model)
+    print(Fact("", "draft", "target, or usual", ""), *facts, *variant.description, sep="\n")
     texts = sha256(features.folders[0] / MANIFEST) if features else digest(questions)
     settings = {"limit": limit, "answer_tokens": answer_tokens, "dtype": model.dtype_name, "texts": texts}
-    settings |= {"draft": found.digest, "config": asdict(found.config), "stated": found.stated}
+    settings |= {"draft": variant.digest, "config": asdict(variant.config), "stated": variant.stated}
     settings |= {"target": asdict(model.spec)}
     folder = Path(out or f"runs/doctor/{Path(draft).name}-{crc32(json.dumps(settings, default=str).encode()):08x}")
     check_folder(folder, MEASURED)
@@ -115,15 +115,15 @@ def doctor(
         case = Case(work, Answers(model, written or [], features, count))
         print(f"\n{'step':52} {'τ':20} acceptance by position")
         steps = []
-        for step in climb(case, found):
+        for step in climb(case, variant):
             steps.append(step)
             _print_step(step.name, step.counts.tau().with_interval(), step.counts.rates()[0])
         if engine:
             _print_step(ENGINE, f"{engine.tau:.2f}", Counts.of_engine(engine).rates()[0])
         losses = "; ".join(step.name for step in steps if step.loses)
         print(f"accepts less: {losses}" if losses else "no step accepts less than the one it is compared with")
-        findings = find_causes(case, found, known)
-        lines = report(found, findings, steps, known, limit)
+        findings = find_causes(case, variant, facts)
+        lines = report(variant, findings, steps, facts, limit)
         if engine and findings.reads_target:
             chain = next(step.counts for step in steps if step.name == CHAIN)
             lines += describe_engine(engine, chain, not findings.causes)

@@ -118,14 +118,14 @@ class Case:
 
 def climb(case: Case, variant: Variant) -> Iterator[Step]:
     """Measure the steps of the ladder, one after another."""
-    known = dict[str, Counts]()
+    measured = dict[str, Counts]()
     for rung in RUNGS:
         if changes := rung.change(variant):
             read = variant.with_changes(**changes)
             if read.texts in case.answers.forms:
                 every = max(1, case.answers.count // (rung.prompts or case.answers.count))
-                known[rung.name] = own = case.measured(rung.name, read, rung.measure, every)
-                loses = bool(rung.base) and compare(own, known[rung.base]).direction == "smaller"
+                measured[rung.name] = own = case.measured(rung.name, read, rung.measure, every)
+                loses = bool(rung.base) and compare(own, measured[rung.base]).direction == "smaller"
                 yield Step(rung.name, own, loses)
 
 
@@ -233,9 +233,9 @@ def _engine_keys(*variants: Variant) -> Iterator[str]:
     for engine in ("vllm", "sglang"):
         with suppress(ValueError):  # it cannot express one of them
             keys = []
-            for each in variants:
-                config, state, *_ = sort_layers(Draft(each.config, each.state))
+            for variant in variants:
+                config, state, *_ = sort_layers(Draft(variant.config, variant.state))
                 check_expressible(config, layout := find_layout(engine, config))
-                keys.append(publish(config, layout, state, each.embed_head.tied))
+                keys.append(publish(config, layout, state, variant.embed_head.tied))
             if changed := differences(*keys):
                 yield f"config.json for {engine}: {', '.join(changed)}"

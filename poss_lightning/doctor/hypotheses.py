@@ -69,8 +69,8 @@ def heads(variant: Variant, order: Tensor) -> Changes:
 
 def swapped(variant: Variant, one: str, two: str) -> Changes:
     """Exchange the tensors whose names differ in one of two words alone."""
-    words, state = re.compile(rf"(?<![^.])({one}|{two})(?![^.])"), variant.state
-    names = {name: words.sub(lambda word: two if word[0] == one else one, name) for name in state}
+    either, state = re.compile(rf"(?<![^.])({one}|{two})(?![^.])"), variant.state
+    names = {name: either.sub(lambda word: two if word[0] == one else one, name) for name in state}
     found = {name: state[other] for name, other in names.items() if other != name and other in state}
     return {"state": found} if found and all(state[name].shape == found[name].shape for name in found) else {}
 
@@ -138,20 +138,20 @@ def _halves(v: Variant) -> Options:
 def _scales(v: Variant) -> Options:
     root, multiplier = v.target.spec.hidden_size**0.5, getattr(v.target.config, "embedding_multiplier", 1)
     names = {"times the root of their width": root, "over the root of their width": 1 / root}
-    for words, scale in (names | {"without the target's factor": 1 / multiplier}).items():
-        yield f"embeddings {words}", {"scale": scale} | tensors(v, "mask", lambda mask: mask * scale)  # noqa: B023
+    for factor, scale in (names | {"without the target's factor": 1 / multiplier}).items():
+        yield f"embeddings {factor}", {"scale": scale} | tensors(v, "mask", lambda mask: mask * scale)  # noqa: B023
 
 
 def _maps(v: Variant) -> Options:
     ids = v.state.get("vocabulary", torch.arange(v.target.spec.vocab_size))
-    places, marks = torch.arange(len(ids)).to(ids), v.unread.get("t2d", torch.zeros(1)).nonzero()[:, 0]
+    rows, marks = torch.arange(len(ids)).to(ids), v.unread.get("t2d", torch.zeros(1)).nonzero()[:, 0]
     maps = {
         "the tokens that t2d marks": marks,
-        "vocabulary as ids": ids - places,
-        "vocabulary as offsets": ids + places,
+        "vocabulary as ids": ids - rows,
+        "vocabulary as offsets": ids + rows,
     }
     maps |= {"ids of the vocabulary -1": ids - 1, "ids of the vocabulary +1": ids + 1}
-    return [(words, {"state": {"vocabulary": rows}}) for words, rows in maps.items() if len(rows) == len(ids)]
+    return [(name, {"state": {"vocabulary": kept}}) for name, kept in maps.items() if len(kept) == len(ids)]
 
 
 def _masks(v: Variant) -> Options:
@@ -160,8 +160,8 @@ def _masks(v: Variant) -> Options:
     tokens |= {"last token": len(rows) - 1, "mask token -1": row - 1, "mask token +1": row + 1}
     tokens |= {"first token after the tokenizer's": len(tokenizer)}
     tokens |= {f"added token {i}": i for i in sorted(tokenizer.added_tokens_decoder)[:32]}
-    known = {name: i for name, i in tokens.items() if i is not None and 0 <= i < len(rows) and i != row}
-    return [(f"{name} as mask", {"mask_token": i, "state": {"mask": rows[i]}}) for name, i in known.items()]
+    masks = {name: i for name, i in tokens.items() if i is not None and 0 <= i < len(rows) and i != row}
+    return [(f"{name} as mask", {"mask_token": i, "state": {"mask": rows[i]}}) for name, i in masks.items()]
 
 
 # --- the table ---
@@ -202,8 +202,8 @@ HYPOTHESES = [
     Hypothesis("scaling of rotary angles", "all", _scalings, SCALING),
     Hypothesis("share of a head that rotates", "all", _shares, SHARE),
     Hypothesis("rotary pairs", "all", lambda v: [
-        (f"rotary pairs {words} in the file", heads(v, torch.arange(v.config.target.head_dim).view(shape).T.flatten()))
-        for words, shape in (("side by side", (-1, 2)), ("in halves", (2, -1)))]),
+        (f"rotary pairs {order} in the file", heads(v, torch.arange(v.config.target.head_dim).view(shape).T.flatten()))
+        for order, shape in (("side by side", (-1, 2)), ("in halves", (2, -1)))]),
     Hypothesis("place of the context", "block", lambda v: [
         (f"context of a block {n:+}", {"context_shift": v.context_shift + n}) for n in (-1, 1)]),
     Hypothesis("weights of norms", "all", lambda v: [
@@ -236,9 +236,9 @@ HYPOTHESES = [
     Hypothesis("which tensor is which, rarer", "all", lambda v: [
         (f"{a} and {b} exchanged", swapped(v, a, b)) for a, b in RARE], in_pairs=False),
     Hypothesis("scale of queries", "all", lambda v: [
-        (f"queries {words} the root of a head's dimensions", tensors(
+        (f"queries {factor} the root of a head's dimensions", tensors(
             v, "q_proj q_norm", lambda rows, power=power: rows * v.config.target.head_dim**power))
-        for words, power in (("times", 0.5), ("over", -0.5))], in_pairs=False),
+        for factor, power in (("times", 0.5), ("over", -0.5))], in_pairs=False),
     Hypothesis("rows of the head", "EAGLE-3", lambda v: [
         (f"rows of the head {n:+}", tensors(v, "lm_head", lambda rows, n=n: rows.roll(n, 0))) for n in (-1, 1)],
         in_pairs=False),
@@ -253,22 +253,25 @@ HYPOTHESES = [
 
 def neighbours(variant: Variant, hypotheses: Iterable[Hypothesis] = HYPOTHESES) -> Iterator[tuple[str, Variant]]:
     """Yield the variants in which one more assumption differs, each once, and the key of config.json that states it."""
-    known = {variant}
-    for each in hypotheses:
-        for words, changes in each.change(variant) if each.applies(variant.config) else ():
+    tried = {variant}
+    for hypothesis in hypotheses:
+        options = hypothesis.change(variant) if hypothesis.applies(variant.config) else ()
+        for description, changes in options:
             if variant.can_have(changes) and (
-                (other := variant.with_changes(**changes)) not in known or "state" in changes
+                (other := variant.with_changes(**changes)) not in tried or "state" in changes
             ):
-                known.add(other)
-                yield each.fact, variant.describe(other, words)
+                tried.add(other)
+                yield hypothesis.fact, variant.describe(other, description)
 
 
 def pairs(variant: Variant) -> Iterator[tuple[str, Variant]]:
     """Yield the variants in which two assumptions differ, of those that are tried in pairs."""
     paired = [each for each in HYPOTHESES if each.in_pairs]
-    for place, each in enumerate(paired, 1):
+    for following, hypothesis in enumerate(paired, 1):
         yield from (
-            (fact, two) for fact, one in neighbours(variant, [each]) for _, two in neighbours(one, paired[place:])
+            (fact, two)
+            for fact, one in neighbours(variant, [hypothesis])
+            for _, two in neighbours(one, paired[following:])
         )
 
 

@@ -47,8 +47,11 @@ def load(source: str, input_format: str, allocation: list[int] | None, target: T
         if (value := stated[name]) and not same_weights(value, ours := getattr(target.spec, name)):
             problems = [*problems, Problem(f"target's {name}", value, f"{target.spec.name} has {ours}", "ignored")]
     state, unread = (
-        {name: each.to(target.device, target.dtype if each.is_floating_point() else None) for name, each in own.items()}
-        for own in (state, unread)
+        {
+            name: each.to(target.device, target.dtype if each.is_floating_point() else None)
+            for name, each in tensors.items()
+        }
+        for tensors in (state, unread)
     )
     if config.vocabulary_size is None:
         state.pop("vocabulary", None)

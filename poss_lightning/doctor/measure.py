@@ -35,8 +35,8 @@ def unrolled(variant: Variant, samples: Sequence[Sample], depth: int = MAX_POSIT
     positions = batch.positions[:, :-1].to(weight.device)
     chains = counts.nonzero()[:, 0]  # the slots where they begin
     texts = torch.arange(len(samples)).repeat_interleave(torch.tensor(batch.lengths[0])).to(weight.device)
-    one = Packing.one_per_row(1, len(counts), weight.device)
-    packing = one if variant.texts == LONG else Packing(batch.lengths, positions)
+    whole = Packing.one_per_row(1, len(counts), weight.device)
+    packing = whole if variant.texts == LONG else Packing(batch.lengths, positions)
     embedded = embed_head.embed(tokens[None, 1:]).roll(-variant.tokens, 1) * variant.scale
     predictions = draft(embedded, batch.draft_input[:, :-1].to(weight), depth, packing, chains)
     greedy, text = greedy[1:].roll(-variant.labels), tokens[1:].roll(-1 - variant.labels)

@@ -142,9 +142,9 @@ class Variant:
     def proposing(self, tokens: Tensor) -> "Variant":
         """Let it propose these tokens alone."""
         rows = self.state.get("vocabulary", torch.arange(self.target.spec.vocab_size, device=tokens.device))
-        kept = torch.isin(rows, tokens).index_fill(0, torch.tensor([0], device=tokens.device), True)  # never none
-        cut = {name: self.state[name][kept] for name in ("lm_head.weight",) if name in self.state}
-        return self.with_changes(state=cut | {"vocabulary": rows[kept]}, vocabulary_size=int(kept.sum()))
+        is_kept = torch.isin(rows, tokens).index_fill(0, torch.tensor([0], device=tokens.device), True)  # never none
+        cut = {name: self.state[name][is_kept] for name in ("lm_head.weight",) if name in self.state}
+        return self.with_changes(state=cut | {"vocabulary": rows[is_kept]}, vocabulary_size=int(is_kept.sum()))
 
     def is_written(self) -> bool:
         """Return whether config and weights of a draft can say all of it."""
