@@ -39,9 +39,7 @@ COSTS_LENGTH = 512  # shorter texts have the same costs; those of longer ones ar
 class Speculative(Decoder):
     """Lossless speculative decoding: in exact arithmetic its tokens are those of plain decoding, greedy or drawn.
 
-    An object decodes one batch at a time. `tree: auto` measures once per target, size of batch and doubling of the
-    texts' length, and once more where drafting did not pay; those seconds are reported as `measure`, and not in the
-    total.
+    An object decodes one batch at a time. The seconds in which `tree: auto` measures are reported beside the total.
 
     Args:
         target: the frozen model.

@@ -16,8 +16,7 @@ class TreePlan:
         nodes: drafted nodes to verify, root included.
         tree_width: children tried per node; 1 drafts chains.
         lookup: at most this many tokens that followed the same words earlier in the text join each tree.
-        tree: "fixed" follows these numbers in every round; "auto" measures this machine before the first text, and then
-            drafts and verifies, within them, what should bring the most tokens per second.
+        tree: "auto" sizes trees, within these numbers, for the most tokens per second here; "fixed" follows them.
 
     Raises:
         ValueError: a value outside its range, or too few nodes for one path.
