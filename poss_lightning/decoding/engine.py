@@ -81,15 +81,11 @@ class Speculative(Decoder):
 
     @classmethod
     def from_draft(
-        cls,
-        target: Target,
-        draft: DraftModel | None,
-        plan: TreePlan | None = None,
-        graphs: bool | None = None,
+        cls, target: Target, draft: DraftModel | None, plan: TreePlan | None = None, graphs: bool | None = None
     ) -> "Speculative":
         """Make an engine that drafts with a copy of specialists, in the target's dtype and on its device.
 
-        No draft leaves lookups alone; the plan's depth is the sum of the draft's allocation by default.
+        Without a draft it proposes looked-up tokens alone.
 
         Raises:
             ValueError: the draft was trained for a different target, or the tree is impossible.
