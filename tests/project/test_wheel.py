@@ -16,7 +16,7 @@ COMMANDS = [
     "fit --data.store store --model.allocation [1,1] --trainer.max_steps 2 --trainer.accelerator cpu --name run",
     f"generate Hi --target {{inputs}}/target --draft {{inputs}}/draft --max_new_tokens 8 {ON}",
     f"doctor {{inputs}}/draft --target {{inputs}}/target --store store --limit 8 {ON}",
-    "extract {corpus} runs/demo/features --limit 40 --max_length 256",  # what README's Python reads
+    "extract {corpus} runs/demo/features --limit 12 --max_length 256",  # what README's Python reads
 ]
 
 
