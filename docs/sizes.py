@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.kinds import make_draft
-from poss_lightning.features.encoding import vector_bytes
+from poss_lightning.features.manifest import vector_bytes
 from poss_lightning.target_model.describe import spec_of
 
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features.encoding import Stored
-from poss_lightning.features.manifest import check_files, is_finished, verify_files
+from poss_lightning.features.manifest import Stored, check_files, is_finished, verify_files
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.writing import STORE_FILES, write_store
 from poss_lightning.files import atomic, check_folder, read_json

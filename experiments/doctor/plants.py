@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from poss_lightning.doctor.answers import Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Case, find_causes, report
-from poss_lightning.doctor.load import load
+from poss_lightning.doctor.load import compare_facts, load
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.interop.convert import convert
-from poss_lightning.interop.facts import compare_facts
 from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 

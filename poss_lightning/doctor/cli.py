@@ -20,14 +20,13 @@ from poss_lightning.doctor.diagnosis import (
     find_causes,
     report,
 )
-from poss_lightning.doctor.load import load
+from poss_lightning.doctor.load import Fact, compare_facts, load
 from poss_lightning.evaluation.serving_metrics import read_served
 from poss_lightning.evaluation.suites import digest, read_suites
 from poss_lightning.features.manifest import MANIFEST
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.files import check_folder, check_new, sha256
-from poss_lightning.interop.checkpoints import write_folder
-from poss_lightning.interop.facts import Fact, compare_facts
+from poss_lightning.interop.convert import write_folder
 from poss_lightning.interop.problems import ForeignDraft
 from poss_lightning.ranges import Count, Position, Tokens, check_numbers
 from poss_lightning.reports.acceptance import Counts

@@ -13,10 +13,10 @@ from tqdm import tqdm
 
 from poss_lightning.doctor.answers import ANSWERS, DRAWN, LONG, SWITCHES, Answers
 from poss_lightning.doctor.hypotheses import bfloat16, neighbours, pairs
+from poss_lightning.doctor.load import CONTEXT, Fact
 from poss_lightning.doctor.measure import blind, replayed, screened, unrolled
 from poss_lightning.doctor.variants import Changes, Variant, differences
 from poss_lightning.evaluation.serving_metrics import Served
-from poss_lightning.interop.facts import CONTEXT, Fact
 from poss_lightning.interop.layouts import check_expressible, find_layout
 from poss_lightning.interop.settings import publish
 from poss_lightning.interop.tensors import Draft, sort_layers

@@ -1,1 +1,0 @@
-"""The draft: specialists, and the unroll that trains them."""

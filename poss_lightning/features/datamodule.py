@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import lightning
 
-from poss_lightning.features.schedule import Schedule, split, stable_number
+from poss_lightning.features.schedule import Loader, Schedule, split, stable_number
 from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import Batch, Loader, add_noise
+from poss_lightning.features.stream import Batch, add_noise
 from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
 from poss_lightning.target_model.placement import Parallel
 

@@ -1,27 +1,24 @@
-"""The schedule of an epoch: the split, rows of conversations, and the batches of every optimizer step.
+"""The schedule of an epoch: the split, rows of conversations, the batches of every optimizer step, and their loader.
 
 It is planned ahead from lengths and spans alone. So every batch knows over how many slots its optimizer step takes the
 mean, on any number of processes and accumulated batches, and a run resumes at the exact sample.
 """
 
 import hashlib
+import signal
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from poss_lightning.features.stream import Batch, PlannedBatch, answer_slots, collate
 from poss_lightning.losses.mask import count_step_slots
 from poss_lightning.terminal import announced
 
-
-def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
-    """Count the slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer: (n, 2) -> (n,)"""
-    starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
-    return np.maximum(stops - starts - 1, 0)
+GRACE = 60  # seconds for which a loader still works after SIGTERM
 
 
 def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], list[int]]:
@@ -46,16 +43,6 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
 def stable_number(text: str) -> int:
     """Return 63 bits of a text's digest, the same on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-class PlannedBatch(NamedTuple):
-    """A batch before it is loaded, and what its `LossMask` says of the optimizer step that it is part of."""
-
-    samples: list[int]  # indices; they share a row
-    counts: bool  # False: it only completes the last step, and none of its slots counts
-    step_slots: Tensor
-    step_tokens: Tensor
-    step_batches: int
 
 
 def pack_rows(ordered: list[int], lengths: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -170,3 +157,57 @@ class Schedule(Sampler[PlannedBatch]):
         step = count_step_slots(answers), torch.tensor(int(self.lengths[samples].sum())), self.step_batches
         idle = PlannedBatch([min(samples, key=lambda i: self.lengths[i])], False, *step)
         return [PlannedBatch(batch, True, *step) for batch in batches] + [idle] * (self.step_batches - len(batches))
+
+
+class Loader:
+    """Loads a schedule's batches.
+
+    It wraps a `DataLoader` rather than being one, because Lightning would replace the schedule by samplers of its own
+    for several processes and for `overfit_batches`. Lightning sets the epoch through `batch_sampler.sampler`.
+    """
+
+    def __init__(self, source, schedule: Schedule, workers: int):
+        self.schedule = schedule
+        self.batch_sampler = SimpleNamespace(sampler=schedule)
+        self.loader = DataLoader(
+            _Reader(source),
+            sampler=schedule,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=torch.cuda.is_available(),  # so that copies to the device are asynchronous
+            worker_init_fn=_outlive_signals,
+        )
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.schedule.taken = 0
+        for batch in self.loader:
+            self.schedule.taken += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.schedule.load_state_dict(state_dict)
+
+
+def _outlive_signals(worker: int) -> None:
+    """Keep a loading process alive after a signal to the whole job, as the training needs its batches.
+
+    The training handles Ctrl-C and ends its loaders itself. SIGTERM ends them late: the step may still take a while.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
+
+
+class _Reader(Dataset[Batch]):
+    """A data set for `DataLoader`, whose indices are planned batches."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def __getitem__(self, planned: PlannedBatch) -> Batch:
+        return collate([[self.source[i] for i in planned.samples]], planned)

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from poss_lightning.features.encoding import encode
-from poss_lightning.features.manifest import FileEntry, schema
+from poss_lightning.features.manifest import FileEntry, encode, schema
 from poss_lightning.files import atomic
 from poss_lightning.target_model.model import Target
 

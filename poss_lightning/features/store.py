@@ -22,8 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from poss_lightning.corpus.sampling_record import Draw
-from poss_lightning.features.encoding import decode, vector_bytes
-from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files, schema
+from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files, decode, schema, vector_bytes
 from poss_lightning.features.source import SampleSource
 from poss_lightning.target_model.spec import EmbedHead
 

@@ -1,22 +1,25 @@
-"""From samples to batches: which passes count where, noise, and the loader that reads a schedule's batches."""
+"""From samples to batches: which passes count where, and noise."""
 
-import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
-from poss_lightning.features.schedule import PlannedBatch, Schedule, answer_slots
 from poss_lightning.features.store import Sample
 from poss_lightning.losses.mask import LossMask, Transferable, count_step_slots
 
-GRACE = 60  # seconds for which a loader still works after SIGTERM
+
+class PlannedBatch(NamedTuple):
+    """A batch before it is loaded, and what its `LossMask` says of the optimizer step that it is part of."""
+
+    samples: list[int]  # indices; they share a row
+    counts: bool  # False: it only completes the last step, and none of its slots counts
+    step_slots: Tensor
+    step_tokens: Tensor
+    step_batches: int
 
 
 class PackedText(NamedTuple):
@@ -61,6 +64,12 @@ class Batch(Transferable):
             for row, lengths in enumerate(self.lengths)
             for length, stop in zip(lengths, accumulate(lengths), strict=True)
         ]
+
+
+def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
+    """Count the slots of each assistant span where pass 1 counts; pass k counts in k-1 fewer: (n, 2) -> (n,)"""
+    starts, stops = np.maximum(spans[:, 0], 1), np.minimum(spans[:, 1], length)
+    return np.maximum(stops - starts - 1, 0)
 
 
 def count_passes(length: int, spans: np.ndarray) -> Tensor:
@@ -123,62 +132,3 @@ def collate(rows: list[list[Sample]], planned: PlannedBatch | None = None) -> Ba
         mask=LossMask(passes, passes.numpy().copy(), slots, *planned[2:]),  # a loader moves the tensor's memory
         rows=[[PackedText(s.id, len(s.tokens), s.spans if counts else []) for s in row] for row in rows],
     )
-
-
-class Loader:
-    """Loads a schedule's batches.
-
-    It wraps a `DataLoader` rather than being one, because Lightning would replace the schedule by samplers of its own
-    for several processes and for `overfit_batches`. Lightning sets the epoch through `batch_sampler.sampler`.
-    """
-
-    def __init__(self, source, schedule: Schedule, workers: int):
-        self.schedule = schedule
-        self.batch_sampler = SimpleNamespace(sampler=schedule)
-        self.loader = DataLoader(
-            _Reader(source),
-            sampler=schedule,
-            batch_size=None,
-            collate_fn=_unchanged,
-            num_workers=workers,
-            pin_memory=torch.cuda.is_available(),  # so that copies to the device are asynchronous
-            worker_init_fn=_outlive_signals,
-        )
-
-    def __len__(self) -> int:
-        return len(self.schedule)
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.schedule.taken = 0
-        for batch in self.loader:
-            self.schedule.taken += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return self.schedule.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.schedule.load_state_dict(state_dict)
-
-
-def _outlive_signals(worker: int) -> None:
-    """Keep a loading process alive after a signal to the whole job, as the training needs its batches.
-
-    The training handles Ctrl-C and ends its loaders itself. SIGTERM ends them late: the step may still take a while.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(GRACE))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
-class _Reader(Dataset[Batch]):
-    """A data set for `DataLoader`, whose indices are planned batches."""
-
-    def __init__(self, source):
-        self.source = source
-
-    def __getitem__(self, planned: PlannedBatch) -> Batch:
-        return collate([[self.source[i] for i in planned.samples]], planned)

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.formats import CorpusError, report_left_out, unique_name
 from poss_lightning.corpus.readers import Conversation
-from poss_lightning.features.encoding import vector_bytes
 from poss_lightning.features.manifest import (
     EMBED_HEAD,
     MANIFEST,
@@ -25,6 +24,7 @@ from poss_lightning.features.manifest import (
     Manifest,
     check_files,
     is_finished,
+    vector_bytes,
 )
 from poss_lightning.features.shards import Reader, TargetReader, TokenizedText, write_shard
 from poss_lightning.files import atomic, check_folder

@@ -1,20 +1,22 @@
 """`poss convert`: turn a published draft into a folder of ours, and back."""
 
 import json
+import pickle
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, WEIGHTS, find_draft
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.files import atomic_folder, check_new, fetch, read_json
-from poss_lightning.interop import checkpoints, settings, speculators
+from poss_lightning.interop import settings, speculators
 from poss_lightning.interop.layouts import (
     LAYOUTS,
     NUMBERED,
@@ -40,6 +42,9 @@ from poss_lightning.interop.tensors import (
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target_model.model import Target
 from poss_lightning.terminal import announced
+
+PICKLED = "pytorch_model.bin"
+FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
 
 
 @check_numbers
@@ -131,9 +136,9 @@ class Published(NamedTuple):
 
 def read_published(source: str, input_format: str, given: list[int] | None) -> Published:
     """Read the files of a published draft; `given` is an allocation that they may not state."""
-    folder, checks = fetch(source, "draft", checkpoints.FILES), Checks()
+    folder, checks = fetch(source, "draft", FILES), Checks()
     stored, layout = read_json(folder / CONFIG), LAYOUTS[input_format]
-    tensors = strip_prefix(checkpoints.load_tensors(folder), "fc.weight", checks)
+    tensors = strip_prefix(load_tensors(folder), "fc.weight", checks)
     if layout.kind == "eagle3" and NUMBERED in tensors:  # as NVIDIA's ModelOpt names EAGLE-3's one layer
         layout = replace(layout, layer="layers.{}")
     if layout.kind == "eagle2":
@@ -187,7 +192,7 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
     """Write the folder; ValueError if the format cannot express what the draft computes."""
     config, ids = draft.config, None
     if output_format == "ours":
-        checkpoints.write_folder(out, draft.state, config.to_json())
+        write_folder(out, draft.state, config.to_json())
     else:
         draft = sort_layers(draft)
         config, layout = draft.config, find_layout(output_format, config)
@@ -198,10 +203,58 @@ def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:
             published = speculators.nest(published, config, target)
         if layout.vocabulary == "token_map" and "vocabulary" in draft.state:
             ids = draft.state["vocabulary"].tolist()
-        checkpoints.write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
+        write_folder(out, tensors, json.dumps(published, indent=2) + "\n", ids)
     _report(out, config)
 
 
 def _report(out: str | Path, config: DraftConfig) -> None:
     layers = f"; it reads target layers {list(config.aux_layers)}, counted from 1" if config.aux_layers else ""
     print(f"{out}: allocation {list(config.allocation)}, for {config.target.name}{layers}")
+
+
+# --- files: loaded without running any code in them, and written completely or not at all ---
+
+
+@announced("reading the tensors of a draft")
+def load_tensors(folder: Path) -> dict[str, Tensor]:
+    """Load all tensors of a folder, from one file or from shards with an index; .safetensors is preferred over .bin."""
+    for file in (folder / WEIGHTS, folder / PICKLED):
+        if file.is_file():
+            return _load_file(file)
+        if (index := Path(f"{file}.index.json")).is_file():
+            shards = sorted({*read_json(index).get("weight_map", {}).values()})
+            return {name: tensor for shard in shards for name, tensor in _load_file(folder / shard).items()}
+    raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {PICKLED}, nor the index of their shards")
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is not loaded, as it is damaged or holds more than plain tensors: get a .safetensors file"
+        ) from error
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged, download it again: {str(error).splitlines()[0]}") from error
+    if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        raise ValueError(f"{path} is not a table of names and tensors")
+    return stored
+
+
+@announced("writing a draft")
+def write_folder(folder: Path, tensors: dict[str, Tensor], config: str, token_map: list[int] | None = None) -> None:
+    """Write a draft's folder: one file of tensors, as the published code reads no shards.
+
+    Args:
+        folder: must not exist, else FileExistsError.
+        config: text of config.json.
+        token_map: ids of a smaller vocabulary, for token_map.pt.
+    """
+    with atomic_folder(folder) as temporary:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, temporary / WEIGHTS, {"format": "pt"})
+        (temporary / CONFIG).write_text(config)
+        if token_map is not None:
+            torch.save(token_map, temporary / "token_map.pt")

@@ -1,1 +1,0 @@
-"""vLLM: a plugin that serves drafts, and features that vLLM computes (docs/serving.md)."""

@@ -14,9 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from poss_lightning import cli
 from poss_lightning.doctor.answers import ANSWERS, Answers, make_prompts, write_answers
 from poss_lightning.doctor.diagnosis import NOTHING, Case, find_causes, report
-from poss_lightning.doctor.load import load
+from poss_lightning.doctor.load import compare_facts, load
 from poss_lightning.evaluation.suites import read_suites
-from poss_lightning.interop.facts import compare_facts
 from poss_lightning.target_model.model import Target
 from poss_lightning.work import Work
 from tests.support.families import FAMILIES, SIZE

@@ -17,7 +17,7 @@ from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor import hypotheses
 from poss_lightning.doctor.answers import ANSWERS, LONG, Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Trial, confirm, describe_engine, screen
-from poss_lightning.doctor.load import load
+from poss_lightning.doctor.load import compare_facts, load
 from poss_lightning.doctor.measure import replayed, unrolled
 from poss_lightning.draft.kinds import load_draft, make_draft
 from poss_lightning.draft.rope import Rope, RopeScaling
@@ -26,7 +26,6 @@ from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import write_store
-from poss_lightning.interop.facts import compare_facts
 from poss_lightning.reports.acceptance import Counts, compare
 from poss_lightning.training.module import DraftModule
 from tests.support.documents import ROOT, commands, shell

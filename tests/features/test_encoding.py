@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from poss_lightning.features.encoding import decode, encode, vector_bytes
+from poss_lightning.features.manifest import decode, encode, vector_bytes
 
 CODES = torch.arange(256, dtype=torch.uint8)
 E4M3 = CODES.view(torch.float8_e4m3fn).double()  # two codes are nan, which encode never leaves beside a finite scale

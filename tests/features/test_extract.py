@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from poss_lightning.corpus.readers import Conversation, CorpusError
-from poss_lightning.features.encoding import decode, encode
+from poss_lightning.features.manifest import decode, encode
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import plan_shards, tokenize, write_store
 from poss_lightning.target_model.generation import pad_right

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-from poss_lightning.features.schedule import Schedule, answer_slots, pack_rows, split, stable_number
+from poss_lightning.features.schedule import Loader, Schedule, pack_rows, split, stable_number
 from poss_lightning.features.store import Sample
-from poss_lightning.features.stream import Loader, add_noise, collate, count_passes
+from poss_lightning.features.stream import add_noise, answer_slots, collate, count_passes
 from tests.support.tolerance import tolerance
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 300)

@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from poss_lightning.features.encoding import Stored, decode, encode
+from poss_lightning.features.manifest import Stored, decode, encode
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from tests.support.talks import SIZES, talks

@@ -68,7 +68,7 @@ class PinnedLoader(DataLoader):
 
 @pytest.fixture
 def device(monkeypatch):
-    monkeypatch.setattr("poss_lightning.features.stream.DataLoader", PinnedLoader)
+    monkeypatch.setattr("poss_lightning.features.schedule.DataLoader", PinnedLoader)
     monkeypatch.setattr("poss_lightning.draft.attention.flex_attention", dense_attention)
     for place in ("draft.attention", "losses.chunks"):
         monkeypatch.setattr(f"poss_lightning.{place}.compiled", lambda function: function)
