@@ -21,18 +21,14 @@ from poss_lightning.target_model.spec import TargetSpec
 from poss_lightning.training.strategies import DeepSpeed
 
 PRECISIONS = ("bf16-mixed", "32-true", "64-true")
-AVERAGES = "validates averaged weights, but draft folders would have the weights before averaging: leave it out"
+AVERAGES = "draft folders would not have the weights that it averages: leave it out"
 CHANGES: dict[type[Callback], str] = {  # of callbacks that change what has been read by then
     WeightAveraging: AVERAGES,
     StochasticWeightAveraging: AVERAGES,
-    GradientAccumulationScheduler: (
-        "changes the batches of a step, over which each loss is averaged: set trainer.accumulate_grad_batches"
-    ),
-    BatchSizeFinder: "changes batches that are planned by then: set data.batch_tokens",
-    ModelPruning: "renames the weights, and a draft folder has no place for its masks: leave it out",
-    BaseFinetuning: (
-        "adds weights to an optimizer whose schedule is made by then: set `requires_grad` of `module.draft` before fit"
-    ),
+    GradientAccumulationScheduler: "losses are means over planned steps: set trainer.accumulate_grad_batches",
+    BatchSizeFinder: "batches are planned by then: set data.batch_tokens",
+    ModelPruning: "a draft folder has no place for its masks: leave it out",
+    BaseFinetuning: "the schedule is made by then: set `requires_grad` of `module.draft` before fit",
 }
 
 
@@ -49,7 +45,7 @@ def check_trainer(trainer: lightning.Trainer, optimizer: str) -> None:
     for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
         for kind, change in CHANGES.items():
             if isinstance(callback, kind):
-                raise ValueError(f"trainer.callbacks has {type(callback).__name__}, which {change}")
+                raise ValueError(f"trainer.callbacks has {type(callback).__name__}, but {change}")
 
 
 def check_precision(precision: str) -> None:

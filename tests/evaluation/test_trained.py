@@ -17,10 +17,10 @@ from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.writing import write_store
 from poss_lightning.interop.convert import convert
 from poss_lightning.training.callbacks import DraftFolders
-from tests.support.resuming import fit
 from tests.support.stores import dies_after
 from tests.support.talks import SIZES, talks
 from tests.support.tiny import tiny_target
+from tests.support.training import fit
 
 OTHER = [{"role": "user", "content": "another question"}, {"role": "assistant", "content": "another answer"}]
 
@@ -34,8 +34,7 @@ def train(store: str, folder, **options) -> FeatureDataModule:
     """A step."""
     kept = [DraftFolders(), ModelCheckpoint(folder, save_last=True)]
     model = {"allocation": [2], **options}
-    _, trainer, _ = fit(store, folder, max_steps=1, limit_val_batches=1, callbacks=kept, model=model)
-    return trainer.datamodule
+    return fit(store, folder, *kept, max_steps=1, limit_val_batches=1, model=model).trainer.datamodule
 
 
 @pytest.fixture(scope="module")

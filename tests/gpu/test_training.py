@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from poss_lightning.draft import attention
@@ -9,10 +10,10 @@ from poss_lightning.draft.attention import causal_block, flex_block
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.training.module import DraftModule
 from poss_lightning.training.unrolled import unrolled_losses
-from tests.support.resuming import Left, fit
 from tests.support.talks import EAGLE3
 from tests.support.tiny import spread, tiny_draft
 from tests.support.tolerance import LAYER, close, tolerance_of_adamw
+from tests.support.training import fit
 from tests.support.unrolling import KINDS, packed, packed_padded_alone, unroll_what_is_drafted
 
 pytestmark = pytest.mark.gpu
@@ -101,12 +102,13 @@ def losses_and_gradients(store: str, device: torch.device, options: dict) -> lis
 def test_a_resumed_training_ends_where_an_unbroken_one_does(store, device, tmp_path):
     """Bitwise on a CPU. On CUDA products may be summed in a different order, and Adam divides by what is left."""
     options = {"accelerator": device.type, "devices": 1, "max_epochs": -1, "max_steps": 6}
-    whole, _, seen = fit(store, tmp_path, Left(), **options)
-    again, _, rest = fit(store, tmp_path, resume="3.ckpt", **options)
-    assert seen[-len(rest) :] == rest and len(rest) < len(seen)
-    start = torch.load(tmp_path / "3.ckpt", "cpu", weights_only=True)["state_dict"]
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    whole = fit(store, tmp_path, keep, **options)
+    again = fit(store, tmp_path / "again", resume=tmp_path / "step=3.ckpt", **options)
+    assert whole.seen[-len(again.seen) :] == again.seen and len(again.seen) < len(whole.seen)
+    start = torch.load(tmp_path / "step=3.ckpt", "cpu", weights_only=True)["state_dict"]
     changed = [
         torch.cat([(value.detach().cpu() - start[f"draft.{name}"]).flatten() for name, value in draft])
-        for draft in (again.draft.named_parameters(), whole.draft.named_parameters())
+        for draft in (again.module.draft.named_parameters(), whole.module.draft.named_parameters())
     ]
     assert distance(*changed) <= (0 if device.type == "cpu" else tolerance_of_adamw(sums=3 * 3 * LAYER))

@@ -4,6 +4,7 @@ A run leaves the weights, a checkpoint of every second step, what the callbacks 
 """
 
 import json
+import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import lightning
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file, save_file
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -90,6 +91,7 @@ def keeps_no_copy(trainer: lightning.Trainer) -> None:
 
 def main(store: str, initial: str, runs: list[dict]) -> None:
     """Do the runs, one after the other: {"strategy": "ddp", "world": 2, …}, or {"fit": arguments, "last": path}."""
+    warnings.filterwarnings("error", ".*sync_dist")  # Lightning's, of a value that processes might not have alike
     reductions = Reductions()
     for run in runs:
         if "fit" in run:
@@ -116,6 +118,7 @@ def main(store: str, initial: str, runs: list[dict]) -> None:
                 reductions,
                 Replay(),
                 DraftFolders(),
+                EarlyStopping("val/tau_tree", mode="max", patience=9),  # every process must have it
                 ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1),
             ],
             **QUIET,

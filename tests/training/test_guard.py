@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from poss_lightning.training.callbacks import DraftFolders
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.processes import forked, needs_deepspeed
-from tests.support.resuming import fit
+from tests.support.training import fit
 
 
 def spoil(trainer, module, batch, batch_idx) -> None:
@@ -22,9 +22,16 @@ def spoil(trainer, module, batch, batch_idx) -> None:
 @pytest.fixture
 def spoilt(store, tmp_path):
     def run(callbacks=(), **options) -> None:
-        callbacks = [LambdaCallback(on_train_batch_start=spoil), *callbacks]
         try:
-            fit(store, tmp_path, callbacks=callbacks, max_epochs=1, limit_val_batches=0, **options)
+            fit(
+                store,
+                tmp_path,
+                LambdaCallback(on_train_batch_start=spoil),
+                *callbacks,
+                max_epochs=1,
+                limit_val_batches=0,
+                **options,
+            )
         finally:  # Lightning leaves its handlers where saving on an exception raises, too
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -75,7 +82,7 @@ def overflow(store, folder):
 
     for stage in (2, 3):
         with pytest.raises(ValueError, match="step 0: the norm of the gradient is inf"):
-            fit(store, folder, strategy=DeepSpeed(stage), callbacks=[LambdaCallback(setup=setup)], max_epochs=1)
+            fit(store, folder, LambdaCallback(setup=setup), strategy=DeepSpeed(stage), max_epochs=1)
 
 
 @pytest.mark.nightly

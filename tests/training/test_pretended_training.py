@@ -37,6 +37,7 @@ from tests.support.steps import difference
 from tests.support.talks import BLOCK, EAGLE3, talks
 from tests.support.tiny import tiny_model, tiny_tokenizer
 from tests.support.tolerance import LAYER, close, tolerance, tolerance_of_adamw
+from tests.support.training import train
 
 LAYERS = {"eagle2": (), "eagle3": (2, 3, 4), "block": (2, 3, 4)}
 OPTIONS = {"eagle2": {}, "eagle3": EAGLE3, "block": BLOCK | {"allocation": [3]}}
@@ -95,7 +96,7 @@ class Accelerator(CPUAccelerator):
 
 
 @pytest.fixture
-def fit(stores, train, tmp_path):
+def fit(stores, tmp_path):
     def run(kind: str, where: PretendedDevice | None, plugins=None, steps: int = STEPS, **changes):
         """Steps of two batches each on a device, or on the host; weights before and after, losses, waits of batches."""
         lightning.seed_everything(0, verbose=False)

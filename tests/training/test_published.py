@@ -12,7 +12,7 @@ from poss_lightning.files import conf_names
 from poss_lightning.training.fit import compose
 from poss_lightning.training.module import DraftModule
 from tests.support import naive
-from tests.support.tiny import spread, tiny_target
+from tests.support.tiny import spread
 from tests.support.tolerance import LAYER, close
 
 # Weights of the feature, token and top-k loss; passes; weight of a pass relative to the one before; what the mean is
@@ -25,11 +25,6 @@ PUBLISHED = {
     "block": ((0.0, 1.0, 0.0), 7, 0.78, "slots"),
 }
 FILES = [name.removeprefix("draft/").removesuffix(".yaml") for name in conf_names() if name.startswith("draft/")]
-
-
-@pytest.fixture(scope="module")
-def inner(make_store):
-    return make_store(tiny_target(num_hidden_layers=7), layers=(2, 3, 4))
 
 
 @pytest.mark.parametrize("name", FILES)

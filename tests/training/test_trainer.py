@@ -17,8 +17,8 @@ from poss_lightning.features.stream import collate
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.module import DraftModule
 from poss_lightning.training.unrolled import unrolled_losses
-from tests.support.ranks import QUIET
 from tests.support.tolerance import LAYER, close
+from tests.support.training import quiet_trainer, train
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -34,7 +34,7 @@ def test_the_page_runs(store, tmp_path, monkeypatch):
     assert (tmp_path / "runs/mine/draft/model.safetensors").is_file()
 
 
-def test_without_a_store_a_module_begins_with_that_of_the_data(store, train):
+def test_without_a_store_a_module_begins_with_that_of_the_data(store):
     begun = []
     for module_store in (store, None):
         lightning.seed_everything(0)
@@ -44,10 +44,10 @@ def test_without_a_store_a_module_begins_with_that_of_the_data(store, train):
     assert begun[0].hparams == begun[1].hparams and begun[1].hparams["store"] == [store]
     assert all(map(torch.equal, *(module.draft.parameters() for module in begun)))
     with pytest.raises(ValueError, match="store is None, and the trainer has no FeatureDataModule: give one of them"):
-        lightning.Trainer(accelerator="cpu", **QUIET).validate(DraftModule([1]), [])
+        quiet_trainer().validate(DraftModule([1]), [])
 
 
-def test_a_replay_of_the_trainer_is_not_replaced(store, train):
+def test_a_replay_of_the_trainer_is_not_replaced(store):
     module, callbacks = DraftModule([1], store), [Replay(answers=3)]
     trainer = train(module, max_steps=1, callbacks=callbacks, limit_val_batches=2)
     trainer.validate(trainer.lightning_module, trainer.datamodule, verbose=False)
@@ -55,7 +55,7 @@ def test_a_replay_of_the_trainer_is_not_replaced(store, train):
     assert trainer.callback_metrics["val/tau_tree"] >= 1
 
 
-def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, make_store, tiny_folder, train):
+def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, make_store, tiny_folder):
     own = make_store(Target.load(tiny_folder, "float32"), limit=12)
     data = FeatureDataModule(store, validation=0.0, validation_store=own, test_store=own, batch_tokens=256)
     assert len(data.train) == 40 and not isinstance(data.held_out, range)
@@ -78,7 +78,7 @@ def test_a_validation_or_test_store_is_measured_whole_as_it_is_replayed(store, m
     assert close(tested, {name.replace("val", "test", 1): value for name, value in found.items()}, dtype=torch.float32)
 
 
-def test_overfitting_sees_the_same_batches_in_every_epoch(store, train):
+def test_overfitting_sees_the_same_batches_in_every_epoch(store):
     ids: list[list[str]] = []
     sees = LambdaCallback(on_train_batch_start=lambda trainer, module, batch, _: ids.append(batch.ids))
     for options in ({"overfit_batches": 2, "max_epochs": 2}, {"limit_train_batches": 2}):
@@ -108,7 +108,7 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
     own, plain = Own(store=store, strength=0.5, **options), DraftModule(store=store, **options)
     plain.load_state_dict(own.state_dict())
     data = FeatureDataModule(store, validation=0.2, batch_tokens=2048 // accumulate, noise=0.0)
-    data.trainer = lightning.Trainer(accelerator="cpu", accumulate_grad_batches=accumulate, **QUIET)
+    data.trainer = quiet_trainer(accumulate_grad_batches=accumulate)
     batches = [batch for batch, _ in zip(data.train_dataloader(), range(accumulate), strict=False)]
 
     def gradient(module, losses):
@@ -128,7 +128,7 @@ def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulat
     assert close(found[0] - found[1], expected, sums=3 * 2 * LAYER, of=found[0].abs().max())
 
 
-def test_a_batch_without_extra_losses_has_none(store, train):
+def test_a_batch_without_extra_losses_has_none(store):
     losses, module = [], Own([1], store=store)
     module.log_by_depth = lambda name, values: losses.append(values.item()) if "extra" in name else None
     train(module, max_steps=2, log_every_n_steps=1, limit_val_batches=1, val_check_interval=1)
