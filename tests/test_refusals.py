@@ -1,6 +1,7 @@
 """What is refused: calls, a row for each function that raises, and places where a command must not write."""
 
 import inspect
+from argparse import ArgumentError
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.draft.folder import check_state
+from poss_lightning.draft.kinds import load_draft
 from poss_lightning.evaluation.rounds import check_method_names, read_rounds
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.schedule import split
@@ -29,21 +31,37 @@ from poss_lightning.reports.compare import compare
 from poss_lightning.target_model.chat import Chat
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.checks import check_precision, check_trainer
+from poss_lightning.training.fit import compose
 from poss_lightning.training.module import DraftModule
+from poss_lightning.training.start import check_same_draft, resume
 from poss_lightning.training.strategies import DeepSpeed
 from tests.support.command import Result, run_in, says, unchanged
 from tests.support.stores import SIZES, make_conversations
 from tests.support.tiny import tiny_draft, tiny_target, tiny_tokenizer
+from tests.support.training import quiet_trainer
 
 # --- calls ---
 
 NOWHERE = Path("nowhere")
 TWO = {"depth": 2, "allocation": (1, 1)}
 PAGE = {"runs": "nowhere"}
+BEGUN_WITH = {"optimizer": "adamw", "betas": [0.9, 0.95], "weight_decay": 0.0}
+BEGUN = {"hyper_parameters": BEGUN_WITH}
 
 
 def untested(folder: Path) -> None:
     FeatureDataModule(str(folder)).test_dataloader()
+
+
+def checked_schedule(folder: Path) -> None:
+    data = FeatureDataModule(str(folder))
+    data.trainer = quiet_trainer(accumulate_grad_batches=2, limit_train_batches=3)
+    data.train_dataloader()
+
+
+def other_draft(target: Target) -> tuple[dict[str, str], DraftConfig]:
+    stored = DraftConfig(target=tiny_target(1).spec, **TWO)
+    return {"draft": stored.to_json()}, DraftConfig(target=target.spec, **TWO)
 
 
 def four(folder: Path, **options: Any) -> dict[str, Any]:
@@ -106,6 +124,31 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
         lambda target: talks_of(target, layers=(1, 2)),
         "layers has 2; those of tiny that can be kept are 1 ",
     ),
+    (
+        checked_schedule,
+        lambda finished: [finished],
+        "limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2",
+    ),
+    (
+        quiet_trainer().validate,
+        lambda: (DraftModule([1]), []),
+        "store is None, and the trainer has no FeatureDataModule",
+    ),
+    (load_draft, lambda inputs: [inputs / "evil.ckpt"], "evil.ckpt is not a complete checkpoint of plain tensors"),
+    (DraftConfig.from_json, ("{}", "a.ckpt"), "a.ckpt is not a draft's config ('target'); its fields are al"),
+    (check_same_draft, other_draft, "draft is for a different target than these features: fingerprint"),
+    (
+        resume,
+        (None, BEGUN, BEGUN_WITH | {"betas": (0.9, 0.999)}),
+        "betas is [0.9, 0.999], and this training began with [0.9",
+    ),
+    (compose, ("draft/hass.yaml", {"weights_only": False}), "'weights_only'"),
+    (
+        compose,
+        lambda inputs: [str(inputs / "dots.yaml")],
+        "dots.yaml has 'trainer.max_steps' beside 'trainer': write it",
+    ),
+    (compose, ("draft/hass.yaml", {"ckpt_path": "auto"}), "but every training gets a new folder: give --name"),
     (check_precision, ("16-mixed",), "take bf16-mixed, 32-true, 64-true"),
     (
         check_trainer,
@@ -122,7 +165,7 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
 def test_a_call_is_refused_in_one_line(request, call, arguments, words):
     if callable(arguments):
         arguments = arguments(*map(request.getfixturevalue, inspect.signature(arguments).parameters))
-    with pytest.raises((ValueError, OSError)) as error:
+    with pytest.raises((ValueError, OSError, ArgumentError)) as error:
         call(**arguments) if isinstance(arguments, dict) else call(*arguments)
     assert words in str(error.value) and not NOWHERE.exists()
 

@@ -10,6 +10,7 @@ from tests.support.tiny import tiny_draft, tiny_target, write_target
 
 QUESTION = {"role": "user", "content": "How many legs?"}
 YAML = {"group": "modle.depth: 2", "number": "draft: 1", "tab": "model:\n\tallocation: [2]"}
+YAML["dots"] = "trainer.max_steps: 3\ntrainer: {max_epochs: 2}"
 
 
 def write_inputs(folder: Path) -> None:
@@ -38,6 +39,7 @@ def write_inputs(folder: Path) -> None:
         (folder / name / "shard-00000.arrow").write_bytes(broken)
     config = shutil.copytree(folder / "draft", folder / "contradicting") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"allocation": [1, 1, 1]}))
+    (folder / "evil.ckpt").write_bytes(b"cposix\nsystem\n(S'touch nowhere'\ntR.")
     for name, text in YAML.items():
         (folder / f"{name}.yaml").write_text(text + "\n")
 

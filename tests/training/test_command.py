@@ -37,7 +37,7 @@ def begin(poss, small):
     return lambda *more: poss("fit", *small, *ONE, *AGAIN, *more)
 
 
-def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, begin, tmp_path):
+def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, begin, inputs, tmp_path):
     assert begin().code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
@@ -45,7 +45,7 @@ def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss
     for given, words in (
         ("torn.ckpt", "torn.ckpt is not a complete checkpoint of plain tensors"),
         ("gone.ckpt", "gone.ckpt: no such file"),
-        ("run/draft-last", "run/draft-last is not a complete checkpoint of plain tensors: "),
+        (inputs / "evil.ckpt", "evil.ckpt is not a complete checkpoint of plain tensors: "),  # it would run a command
     ):
         says(poss("fit", "--config", "run/config.yaml", "--ckpt_path", given), "fit", words)
     (tmp_path / "torn.ckpt").unlink()

@@ -70,12 +70,6 @@ def test_the_next_logged_step_notices_it(spoilt):
     assert step < len(left) <= step + 2 and left[-1] > 1
 
 
-def test_a_limit_that_cuts_a_step_is_refused(spoilt):
-    words = "limit_train_batches is 3; it must be a multiple of accumulate_grad_batches, 2"
-    with pytest.raises(ValueError, match=words):
-        spoilt(accumulate_grad_batches=2, limit_train_batches=3)
-
-
 def overflow(store, folder):
     def setup(trainer, module, stage) -> None:
         module.draft.layers[1].q_proj.weight.register_hook(lambda gradient: gradient * torch.inf)

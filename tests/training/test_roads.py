@@ -1,8 +1,6 @@
 """The terminal, a sweep's cell and Python train with the same options."""
 
 import random
-from argparse import ArgumentError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,7 @@ from poss_lightning.sweep import Sweep
 from poss_lightning.training import fit as roads
 from poss_lightning.training.callbacks import LastCheckpoint
 from poss_lightning.training.command import Training
-from poss_lightning.training.fit import command_line, compose, fit, fit_once
+from poss_lightning.training.fit import command_line, compose, fit_once
 from tests.support.command import run_in
 
 CALLBACK = {"class_path": "poss_lightning.training.callbacks.Throughput"}
@@ -100,20 +98,6 @@ def test_everything_trains_with_the_options_of_print_config(number, tmp_path, tr
         assert cell_options == expected
 
 
-def test_options_that_a_config_may_not_have_are_named(tmp_path):
-    """Of a name beside its group one would be left out."""
-    dots = tmp_path / "dots.yaml"
-    dots.write_text("trainer.max_steps: 3\ntrainer: {max_epochs: 2}")
-    for options, words in (
-        ({"trainer": {"max_step": 7}}, "'trainer.max_step'"),
-        ({"weights_only": False}, "'weights_only'"),
-        ({"trainer": {"val_check_interval": "${trainer.max_stepss}"}}, "max_stepss"),
-        (str(dots), "dots.yaml has 'trainer.max_steps' beside 'trainer': write it below trainer"),
-    ):
-        with pytest.raises((ArgumentError, ValueError), match=words):
-            compose({"model": {"allocation": [1]}}, options)
-
-
 WANDB, MLFLOW = ({"class_path": f"lightning.pytorch.loggers.{name}Logger"} for name in ("Wandb", "MLFlow"))
 
 
@@ -144,8 +128,6 @@ def test_without_a_name_every_training_gets_a_new_folder():
         first, *others = given if isinstance(given, list) else [given]
         assert [first["init_args"][name] for name in ("save_dir", "name", "version")] == [".", "lightning_logs", None]
         assert not {"save_dir", "name"} & {name for each in others for name in each["init_args"]}
-        with pytest.raises(ValueError, match="ckpt_path is auto, but every training gets a new folder: give --name"):
-            compose("draft/hass.yaml", {"trainer": {"logger": logger}, "ckpt_path": "auto"})
 
 
 def test_callbacks_of_a_user_replace_none_that_a_training_needs(store, tmp_path):
@@ -165,14 +147,3 @@ def test_callbacks_of_a_user_replace_none_that_a_training_needs(store, tmp_path)
         assert sorted(ours) == sorted(expected)
         kept = [each.every for each in trainer.callbacks if isinstance(each, LastCheckpoint)]
         assert kept == ([] if without else [7] if isinstance(listed, list) else [0])
-
-
-def test_nothing_is_ever_unpickled(store, tmp_path, monkeypatch):
-    """Whatever a config says. A checkpoint is a local file."""
-    monkeypatch.chdir(tmp_path)
-    Path("evil.ckpt").write_bytes(b"cposix\nsystem\n(S'touch ran'\ntR.")
-    options = {"model": {"allocation": [1]}, "data": {"store": store, "validation": 0.2}}
-    for address in ("evil.ckpt", f"file://{tmp_path}/evil.ckpt"):
-        with pytest.raises((ValueError, FileNotFoundError), match=r"not a complete checkpoint of plain|no such file"):
-            fit("trainer/cpu.yaml", options, {"ckpt_path": address})
-    assert [path.name for path in tmp_path.iterdir()] == ["evil.ckpt"]

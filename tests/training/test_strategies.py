@@ -200,19 +200,6 @@ def test_the_first_process_says_whether_a_draft_is_the_best(monkeypatch, tmp_pat
     assert saved == ["draft-last", "draft-best"] and folders.best == 2.5
 
 
-def test_a_file_that_is_not_a_checkpoint_is_refused(trained, tmp_path):
-    stored = torch.load(trained / "one" / "4" / "step=4.ckpt", weights_only=True)
-    config = json.loads(stored["draft"]) | {"allocation": [1, 1, 1]}
-    for changed, words in (
-        ({"state_dict": stored["state_dict"]}, "has no 'draft'"),
-        (stored | {"draft": json.dumps(config)}, "does not fit its config"),
-        (stored | {"draft": "{}"}, "is not a draft's config"),
-    ):
-        torch.save(changed, tmp_path / "other.ckpt")
-        with pytest.raises(ValueError, match=words):
-            load_draft(tmp_path / "other.ckpt")
-
-
 @pytest.mark.parametrize("strategy", each("ddp", "zero3"))
 def test_a_command_line_runs_on_two_cpu_ranks(trained, tmp_path, strategy):
     """With validation, replay and checkpoint while everything is divided, and a validation alone (`ranks.main`)."""

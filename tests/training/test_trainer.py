@@ -43,8 +43,6 @@ def test_without_a_store_a_module_begins_with_that_of_the_data(store):
         begun.append(module)
     assert begun[0].hparams == begun[1].hparams and begun[1].hparams["store"] == [store]
     assert all(map(torch.equal, *(module.draft.parameters() for module in begun)))
-    with pytest.raises(ValueError, match="store is None, and the trainer has no FeatureDataModule: give one of them"):
-        quiet_trainer().validate(DraftModule([1]), [])
 
 
 def test_a_replay_of_the_trainer_is_not_replaced(store):
