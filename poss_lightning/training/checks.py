@@ -5,15 +5,7 @@ number before it is read.
 """
 
 import lightning
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BatchSizeFinder,
-    Callback,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from poss_lightning.features.datamodule import FeatureDataModule
@@ -22,13 +14,13 @@ from poss_lightning.training.strategies import DeepSpeed
 
 PRECISIONS = ("bf16-mixed", "32-true", "64-true")
 AVERAGES = "draft folders would not have the weights that it averages: leave it out"
-CHANGES: dict[type[Callback], str] = {  # of callbacks that change what has been read by then
-    WeightAveraging: AVERAGES,
-    StochasticWeightAveraging: AVERAGES,
-    GradientAccumulationScheduler: "losses are means over planned steps: set trainer.accumulate_grad_batches",
-    BatchSizeFinder: "batches are planned by then: set data.batch_tokens",
-    ModelPruning: "a draft folder has no place for its masks: leave it out",
-    BaseFinetuning: "the schedule is made by then: set `requires_grad` of `module.draft` before fit",
+CHANGES: dict[type[callbacks.Callback], str] = {  # of callbacks that change what has been read by then
+    callbacks.WeightAveraging: AVERAGES,
+    callbacks.StochasticWeightAveraging: AVERAGES,
+    callbacks.GradientAccumulationScheduler: "losses are means over planned steps: set trainer.accumulate_grad_batches",
+    callbacks.BatchSizeFinder: "batches are planned by then: set data.batch_tokens",
+    callbacks.ModelPruning: "a draft folder has no place for its masks: leave it out",
+    callbacks.BaseFinetuning: "the schedule is made by then: set `requires_grad` of `module.draft` before fit",
 }
 
 

@@ -1,9 +1,8 @@
 """TensorBoard's custom charts, and histograms of feature drift, besides the scalars that every logger gets."""
 
 import lightning
-import numpy as np
+import torch
 from lightning.pytorch.loggers import TensorBoardLogger
-from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from poss_lightning.metrics import BINS
@@ -46,9 +45,12 @@ class Dashboard(lightning.Callback):
             return
         counts = drift.compute()["histogram"]  # all processes must join; the module resets it later
         if (writer := writer_of(trainer)) is not None:
-            for depth, values in count_histograms(counts).items():
-                tag = f"val_drift_cosine_by_slot/depth_{depth}"
-                writer.add_histogram_raw(tag, **values, global_step=trainer.global_step)
+            edges = torch.linspace(-1, 1, BINS + 1)
+            middles = (edges[:-1] + edges[1:]) / 2
+            for depth, slots in enumerate(counts.cpu(), 1):
+                if slots.any():
+                    tag, cosines = f"val_drift_cosine_by_slot/depth_{depth}", middles.repeat_interleave(slots)
+                    writer.add_histogram(tag, cosines, trainer.global_step, bins=edges.tolist())
 
 
 def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
@@ -64,25 +66,6 @@ def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:
             for label, suffix in suffixes.items() if tag.endswith("/") else [("", "")]:
                 layout[category][f"{chart}{label}"] = ["Multiline", [f"{tag}{suffix}$"]]
     return layout
-
-
-def count_histograms(counts: Tensor) -> dict[int, dict]:
-    """Return arguments of `add_histogram_raw` by depth, from the slots by cosine (K, BINS), without empty depths."""
-    edges = np.linspace(-1, 1, BINS + 1)
-    middles, limits = (edges[:-1] + edges[1:]) / 2, edges[1:].tolist()
-    return {
-        depth: {
-            "min": -1.0,
-            "max": 1.0,
-            "num": sum(slots),
-            "sum": np.dot(slots, middles),
-            "sum_squares": np.dot(slots, np.square(middles)),
-            "bucket_limits": limits,
-            "bucket_counts": slots,
-        }
-        for depth, slots in enumerate(counts.tolist(), 1)
-        if sum(slots)
-    }
 
 
 def writer_of(trainer: lightning.Trainer) -> SummaryWriter | None:

@@ -203,8 +203,8 @@ class DraftModule(lightning.LightningModule):
         acceptance.update(**acceptance_inputs(self.draft, batch, losses, chains))
         self.log_by_depth("train_pos_acc_unroll", acceptance.compute())
 
-    def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor | None:
-        """Return a subclass's own loss of each pass (K,), summed over slots; None for none.
+    def extra_losses(self, predictions: list[Tensor], batch: Batch) -> Tensor:
+        """Return a subclass's own loss of each pass (K,), summed over slots.
 
         It is added to `loss`, and weighted over passes and averaged over the optimizer step as that is.
 
@@ -213,14 +213,14 @@ class DraftModule(lightning.LightningModule):
                 `anchors`, 0 where no block was drawn.
             batch: pass k counts at slot t where k <= `batch.mask.passes[:, t]`.
         """
+        raise NotImplementedError
 
     def _add_extra(
         self, losses: PassLosses, predictions: list[Tensor], batch: Batch, pass_weights: Tensor | None = None
     ) -> PassLosses:
         if "extra" not in self.logged_terms:
             return losses
-        extra = self.extra_losses(predictions, batch)
-        return losses.plus(torch.zeros_like(losses.weighted) if extra is None else extra, pass_weights)
+        return losses.plus(self.extra_losses(predictions, batch), pass_weights)
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None) -> None:
         """Clip the gradient, as Lightning does not with a fused AdamW, and keep its norm for the guard."""

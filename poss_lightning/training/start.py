@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from poss_lightning.draft.config import DraftConfig, DraftOptions, Kind
+from poss_lightning.draft.config import DraftConfig, DraftOptions
 from poss_lightning.draft.kinds import Eagle3, load_draft, make_draft
 from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.features.datamodule import data_of
@@ -44,13 +44,6 @@ def choose_vocabulary(features: SampleSource, size: int | None, start: DraftMode
     return None if size is None else features.common_tokens(size)
 
 
-def inherited_settings(start: DraftModel | None, kind: Kind) -> dict[str, Any]:
-    """Settings without an option that a draft takes over from the one it starts from, if that has the same kind."""
-    if start is None or start.config.kind != kind:
-        return {}
-    return {name: getattr(start.config, name) for name in ("inner_layers", "mask_token", "norm_eps")}
-
-
 def begin_draft(
     source: SampleSource, options: DraftOptions, start_from: str | None, normalise: bool, anchors: int | None
 ) -> tuple[DraftModel, EmbedHead]:
@@ -61,7 +54,9 @@ def begin_draft(
     start = load_draft(start_from) if start_from else None
     vocabulary = choose_vocabulary(source, options.vocabulary_size, start)
     size = None if vocabulary is None else len(vocabulary)
-    config = options.config_for(source.target, vocabulary_size=size, **inherited_settings(start, options.kind))
+    inherits = ("inner_layers", "mask_token", "norm_eps") if start and start.config.kind == options.kind else ()
+    inherited = {name: getattr(start.config, name) for name in inherits}  # of which there are no options
+    config = options.config_for(source.target, vocabulary_size=size, **inherited)
     check_reach(config, anchors)
     features = source.select(config.aux_layers)
     draft, full = make_draft(config, vocabulary), features.embed_head()

@@ -97,9 +97,6 @@ class StreamedCheckpointIO(TorchCheckpointIO):
     """Writes and reads a checkpoint tensor by tensor; Lightning's own would hold the complete file in memory."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any = None) -> None:
-        """Write a local file atomically, and to an address as Lightning does."""
-        if "://" in str(path):
-            return super().save_checkpoint(checkpoint, path, storage_options)
         with atomic(path) as temporary:
             torch.save(checkpoint, temporary)
 

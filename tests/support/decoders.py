@@ -26,41 +26,25 @@ def drawn(decoder, sampling, seed, prompts=PROMPTS, limit=40, stops=STOPS, watch
 
 
 def plant(engine, truth, prompts=PROMPTS, wrong_every=0):
-    """Let chains say what the target will, row by row, but for one token in every so many rounds."""
+    """Let trees hold what the target will say, on a path through any of their nodes.
+
+    In one of so many rounds a chain of each row has a wrong token.
+    """
     draft, turns = engine.drafter.draft, count(1)
 
     def planted(*given):
         tree, turn = draft(*given), next(turns)
-        tokens, nodes = tree.tokens.clone(), tree.tokens.shape[1]
+        tokens, parents = tree.tokens.clone(), tree.parents.tolist()
         rows = zip(engine.active.prompts, engine.cache.slots.host_lengths, strict=True)
         for row, (prompt, length) in enumerate(rows):
-            ahead = truth[prompt][length - len(prompts[prompt]) + 1 :]
-            for node, token in zip(range(1, nodes), ahead, strict=False):
-                is_wrong = wrong_every and turn % wrong_every == 0 and node == 1 + (turn + row) % (nodes - 1)
-                tokens[row, node] = (token + 1) % 320 if is_wrong else token
-        return tree._replace(tokens=tokens)
-
-    engine.drafter.draft = planted
-
-
-def plant_in_tree(engine, truth, prompts=PROMPTS):
-    """Let trees hold what the target will say, on a path through any of their nodes."""
-    draft, turns = engine.drafter.draft, count()
-
-    def planted(*given):
-        tree, turn = draft(*given), next(turns)
-        tokens, parents = tree.tokens.clone(), tree.parents.tolist()
-        for row, (prompt, length) in enumerate(
-            zip(engine.active.prompts, engine.cache.slots.host_lengths, strict=True)
-        ):
-            node = 0
+            node, wrong = 0, 1 + (turn + row) % (tokens.shape[1] - 1) if wrong_every and turn % wrong_every == 0 else 0
             for depth, token in enumerate(truth[prompt][length - len(prompts[prompt]) + 1 :]):
                 children = [child for child, parent in enumerate(parents[row]) if parent == node and child]
                 if not children:
                     break
                 right = [child for child in children if tokens[row, child] == token]
                 node = right[0] if right else children[(turn + depth) % len(children)]
-                tokens[row, node] = token
+                tokens[row, node] = (token + 1) % 320 if node == wrong else token
         return tree._replace(tokens=tokens)
 
     engine.drafter.draft = planted

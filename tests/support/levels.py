@@ -15,7 +15,7 @@ LEVELS = {  # of oneDNN, with that of torch, and whether this CPU has more
     "AVX512_CORE": ("avx512", torch.cpu._is_avx512_bf16_supported),
     "AVX512_CORE_BF16": ("avx512", torch.cpu._is_amx_tile_supported),
 }
-MULTIPLY = ("test_prepack.py", "test_losses.py", "draft", "decoding", "target", "features/test_online.py")
+MULTIPLY = ("test_prepack.py", "test_losses.py", "draft", "decoding", "target_model", "features/test_online.py")
 MULTIPLY += ("training/test_training.py", "training/test_pretended_training.py", "training/test_strategies.py")
 
 

@@ -13,7 +13,7 @@ from poss_lightning.target_model.by_position import TAIL, ByPosition, find_tails
 from poss_lightning.target_model.cache import TreeCache
 from poss_lightning.target_model.model import Target
 from tests.support import naive
-from tests.support.decoders import drawn, plant_in_tree, speculate
+from tests.support.decoders import drawn, plant, speculate
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 from tests.support.tolerance import close
 from tests.support.trees import random_tree
@@ -117,7 +117,7 @@ def test_texts_are_plain_decoding_s_in_any_dtype(dtype, sampling, layers, alloca
     target = of_dtype(dtype, layers)
     expected = drawn(Autoregressive(target), sampling, 0, limit=40, stops=frozenset())
     engine = speculate(target, tiny_draft(target, allocation, **config), **PATHS | options)
-    plant_in_tree(engine, expected)
+    plant(engine, expected)
     assert engine.exact and drawn(engine, sampling, 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
 
 
@@ -137,7 +137,7 @@ def test_nodes_have_the_features_and_logits_of_plain_steps_bit_for_bit(dtype, lo
 
     def drafted() -> dict[int, torch.Tensor]:
         engine = speculate(target, tiny_draft(target, [4]), **PATHS, lookup=lookup)
-        plant_in_tree(engine, truth, prompts)
+        plant(engine, truth, prompts)
         return verified(engine)
 
     plain, ours = verified(Autoregressive(target)), drafted()
@@ -168,7 +168,7 @@ def test_families_are_exact_or_say_why_not(name, caplog):
     if target.exact:
         expected = drawn(Autoregressive(target), Sampling(1.0), 0, limit=40, stops=frozenset())
         engine = speculate(target, tiny_draft(target, [3]), 3, 12, 4)
-        plant_in_tree(engine, expected)
+        plant(engine, expected)
         assert drawn(engine, Sampling(1.0), 0, limit=36, stops=frozenset()) == [row[:36] for row in expected]
 
 

@@ -37,7 +37,9 @@ def begin(poss, small):
     return lambda *more: poss("fit", *small, *ONE, *AGAIN, *more)
 
 
-def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss, begin, inputs, tmp_path):
+def test_a_folder_takes_one_training_which_resumes_there_and_what_cannot_resume_changes_nothing(
+    poss, begin, inputs, tmp_path
+):
     assert begin().code is None
     before = contents(tmp_path)
     (tmp_path / "torn.ckpt").write_bytes(before[LAST][: len(before[LAST]) // 2])
@@ -55,20 +57,13 @@ def test_a_folder_takes_one_training_and_what_cannot_resume_changes_nothing(poss
     says(other, "fit", "allocation is (1, 1), and the checkpoint's draft has (2,)")
     assert contents(tmp_path)["run/config.yaml"] == before["run/config.yaml"]
     assert contents(tmp_path)[LAST] == before[LAST]
-
-
-def test_it_resumes_in_its_folder_with_the_given_options(poss, begin, tmp_path):
-    assert begin().code is None
     given = ("--model.learning_rate", "1e-5", "--model.warmup", "0.5", "--trainer.max_steps", "2")
     with pytest.warns(UserWarning, match="continues at step 1 of 2: the rate is 1e-05 from here, it was 0"):
         assert poss(*RESUME, *given).code is None
     settings = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert settings["trainer"]["max_steps"] == 2 and settings["ckpt_path"] is None
     assert (settings["model"]["learning_rate"], settings["model"]["warmup"]) == (1e-5, 0.5)
-    elsewhere = ("--trainer.logger.save_dir", tmp_path, "--trainer.max_steps", "3")  # the same, by another path
-    assert poss(*RESUME[:4], tmp_path / LAST, *elsewhere).code is None
     assert left(tmp_path / "run/checkpoints") == ["last.ckpt"]
-    assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 3
 
 
 def test_a_moved_or_copied_training_resumes_where_its_checkpoint_lies(poss, begin, small, tmp_path):
@@ -114,17 +109,14 @@ def start_slurm(monkeypatch) -> None:
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
-def test_slurm_must_start_all_processes_and_resumes_in_one_folder(begin, tmp_path, monkeypatch):
-    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"of a different training")
-    start_slurm(monkeypatch)
-    two = begin("--trainer.devices", "2")
-    says(two, "fit", "trainer.devices is 2 and trainer.num_nodes 1, but the processes started are 1: srun --ntasks-per")
-    assert begin().code is None
-
-
-def test_a_requeued_slurm_job_resumes_in_its_folder(poss, small, tmp_path, monkeypatch, caplog):
+def test_slurm_must_start_all_processes_and_a_requeued_job_resumes_in_its_folder(
+    poss, small, tmp_path, monkeypatch, caplog
+):
     start_slurm(monkeypatch)
     caplog.set_level("INFO")
+    two = poss("fit", *small, *ONE, "--trainer.devices", "2")
+    says(two, "fit", "trainer.devices is 2 and trainer.num_nodes 1, but the processes started are 1: srun --ntasks-per")
+    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(b"Lightning's, of a different training")
     for step in (1, 2):
         assert poss("fit", *small, *ONE, "--trainer.max_steps", step).code is None
         assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["slurm-7.0"]

@@ -106,52 +106,43 @@ def test_epochs_that_end_a_training_before_max_steps_are_named(store, tmp_path, 
     assert torch.load("checkpoints/last.ckpt", weights_only=True)["global_step"] == 3
 
 
-@pytest.mark.parametrize("every", [2, 0])
-def test_a_log_file_gets_a_line_every_so_many_steps_and_of_0_none(store, caplog, monkeypatch, tmp_path, every):
+def test_a_log_file_gets_lines_of_steps_and_validations_and_no_bar(store, caplog, capsys, monkeypatch, tmp_path):
+    """As `poss fit … | tee log` writes it, with a warning once: a bar would write its last state, and count epochs."""
     caplog.set_level("INFO")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # `poss fit … | tee log`
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "."}}
-    trainer = {"logger": logger, "callbacks": None, "log_every_n_steps": every, "max_steps": 4}
-    trainer["enable_progress_bar"] = None
-    fit(CPU, cut(store, **trainer), {"data": {"batch_tokens": 64}})
-    first, *lines = [words for words in caplog.messages if words.startswith("step ")]
-    assert first == "step 0 of 4: training begins"
-    assert [line.split(":")[0] for line in lines] == (["step 2 of 4", "step 4 of 4"] if every else [])
-    assert all("loss " in line and "steps/s" in line for line in lines)
-    assert bool([*tmp_path.rglob("metrics.csv")]) == bool(every)
-
-
-def test_a_log_file_gets_a_line_per_validation_and_no_bar(store, caplog, capsys, monkeypatch, tmp_path):
-    """As `poss fit … > log` writes it, with a warning once: a bar would write its last state only, and count epochs."""
-    caplog.set_level("INFO")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr(torch._utils, "cpu_count", lambda: 0)
-    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path), "name": "run", "version": ""}}
-    trainer = {"logger": logger, "max_steps": 4, "val_check_interval": 2, "check_val_every_n_epoch": None}
-    shown = {"limit_val_batches": 1, "enable_progress_bar": None}
+    logger = {"class_path": "CSVLogger", "init_args": {"save_dir": ".", "name": "run", "version": ""}}
+    steps = {"max_steps": 4, "log_every_n_steps": 2, "val_check_interval": 2, "check_val_every_n_epoch": None}
+    shown = {"logger": logger, "limit_val_batches": 1, "enable_progress_bar": None}
     with warnings.catch_warnings(record=True) as heard:
-        fit(CPU, cut(store, **trainer | shown), {"data": {"batch_tokens": 128, "workers": 1}})
+        fit(CPU, cut(store, **steps | shown), {"data": {"batch_tokens": 128, "workers": 1}})
     assert sum("This DataLoader will create 1 " in str(each.message) for each in heard) == 1
     assert capsys.readouterr().out == ""
-    lines = [words for words in caplog.messages if "val/" in words]
+    first, *lines = [words for words in caplog.messages if words.startswith("step ") and "val/" not in words]
+    assert first == "step 0 of 4: training begins"
+    assert [line.split(":")[0] for line in lines] == ["step 2 of 4", "step 4 of 4"]
+    assert all("loss " in line and "steps/s" in line for line in lines)
     with (tmp_path / "run/metrics.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["val/loss"]]
-    best = 0.0
-    for row, line in zip(rows, lines, strict=True):
+    best, validations = 0.0, [words for words in caplog.messages if "val/" in words]
+    for row, line in zip(rows, validations, strict=True):
         tau, loss = (float(row[name]) for name in ("val/tau_tree", "val/loss"))
         improves, best = tau > best, max(tau, best)
         words = f"step {int(row['step']) + 1}: val/tau_tree {tau:#.3g}{' (best)' * improves}, val/loss {loss:#.3g}"
         assert line == words + " → draft-best" * improves
 
 
-def test_a_terminals_bar_counts_the_steps_of_the_training(store, capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("every", [1, 0])  # 0 logs nothing
+def test_a_terminals_bar_counts_the_steps_of_the_training(store, capsys, monkeypatch, tmp_path, every):
     """Lightning's own would say "Epoch 2/-2"."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     steps = {"max_epochs": -1, "max_steps": 5, "limit_train_batches": 2, "accumulate_grad_batches": 2}
-    fit(CPU, cut(store, enable_progress_bar=None, logger=False, **steps))
+    fit(CPU, cut(store, enable_progress_bar=None, logger=False, log_every_n_steps=every, **steps))
     drawn = capsys.readouterr().out
     assert "Steps: " in drawn and "| 5/5 [" in drawn and "Epoch" not in drawn
+    assert ("train/loss" in drawn) == bool(every)
 
 
 def test_fit_once_restarts_keeps_or_refuses(store, tmp_path):
