@@ -50,7 +50,7 @@ class Dashboard(lightning.Callback):
             for depth, slots in enumerate(counts.cpu(), 1):
                 if slots.any():
                     tag, cosines = f"val_drift_cosine_by_slot/depth_{depth}", middles.repeat_interleave(slots)
-                    writer.add_histogram(tag, cosines, trainer.global_step, bins=edges.tolist())
+                    writer.add_histogram(tag, cosines, trainer.global_step, bins=edges.numpy())  # pyright: ignore[reportArgumentType]
 
 
 def lay_out_charts(depth: int) -> dict[str, dict[str, list]]:

@@ -54,8 +54,9 @@ def begin_draft(
     start = load_draft(start_from) if start_from else None
     vocabulary = choose_vocabulary(source, options.vocabulary_size, start)
     size = None if vocabulary is None else len(vocabulary)
-    inherits = ("inner_layers", "mask_token", "norm_eps") if start and start.config.kind == options.kind else ()
-    inherited = {name: getattr(start.config, name) for name in inherits}  # of which there are no options
+    inherited = {}  # of which there are no options
+    if start and start.config.kind == options.kind:
+        inherited = {name: getattr(start.config, name) for name in ("inner_layers", "mask_token", "norm_eps")}
     config = options.config_for(source.target, vocabulary_size=size, **inherited)
     check_reach(config, anchors)
     features = source.select(config.aux_layers)
