@@ -33,6 +33,7 @@ from poss_lightning.interop.tensors import (
     check_frozen,
     check_names,
     find_vocabulary,
+    from_attention_biases,
     sort_layers,
     strip_prefix,
     to_ours,
@@ -141,6 +142,7 @@ def read_published(source: str, input_format: str, given: list[int] | None) -> P
     if layout.kind == "eagle3" and NUMBERED in tensors:  # as NVIDIA's ModelOpt names EAGLE-3's one layer
         layout = replace(layout, layer="layers.{}")
     if layout.kind == "eagle2":
+        tensors = from_attention_biases(tensors, checks)
         layout = replace(layout, vocabulary="d2t" if TO_TARGET in tensors else None)  # as our plugin loads it
     config = speculators.flatten(stored, checks) if layout.nested else stored
     return Published(config, tensors, layout, _find_allocation(layout, given, stored, tensors), checks)

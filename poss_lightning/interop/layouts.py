@@ -50,7 +50,7 @@ class Layout:
     depth: int | None = 1  # passes that its drafts are trained for; None for the sum of the allocation
     architecture: str = "LlamaForCausalLM"  # the name in its config.json
     embedding: bool = True  # whether the loading code needs the target's embedding in the file
-    bias: bool = False  # whether the file has fc's bias even if it is all zeros
+    bias: Literal["fc", "always", "attention"] = "fc"  # where fc's bias is: there unless all zeros, always, moved
     vocabulary: Literal["d2t", "token_map"] | None = None  # a smaller one's place: tensors, or a file of its own
     knows: tuple[str, ...] = ()  # fields of `DraftConfig` that are off by default and that its code reads
     states_draft: bool = False  # whether its config.json holds ours, and so any allocation and kv
@@ -92,6 +92,7 @@ EAGLE3 = Layout(
 )
 SPEED = replace(EAGLE3, layer="layers.{}", several=True, depth=None, kv="shared")
 DFLASH = Layout(kind="block", depth=None, architecture="DFlashDraftModel", embedding=False, knows=LAYERS)
+ENGINE = Layout(embedding=False, knows=ANGLES)  # EAGLE-2's single layers in vLLM and SGLang
 LAYOUTS = {  # by what a file is called
     "eagle": Layout(),
     "hass": Layout(depth=3),
@@ -109,28 +110,36 @@ LAYOUTS = {  # by what a file is called
     ),
     "dflash": DFLASH,
 }
-# What serving/vllm_model.py loads into vLLM, whose own code has no place for it: fc's bias, and several layers.
-POSS = folder.SERVED
-SPECIALISTS = replace(SPEED, architecture=POSS, knows=VLLM, states_draft=True)
-ENGINE = Layout(embedding=False, bias=True, knows=ANGLES)  # EAGLE-2's in engines
-ENGINES = {  # layouts of drafts that engines load, by kind; block drafts as they are published
+ENGINES = {  # layouts of drafts that engines load by themselves, by kind; the last two as they are published
     "vllm": {
-        "eagle2": replace(ENGINE, several=True, depth=None, architecture=POSS, vocabulary="d2t", states_draft=True),
+        "eagle2": replace(ENGINE, bias="attention"),
         "eagle3": replace(EAGLE3, knows=VLLM),
         "block": DFLASH,
     },
     "sglang": {
-        "eagle2": replace(ENGINE, architecture="LlamaForCausalLMEagle", vocabulary="token_map"),
+        "eagle2": replace(ENGINE, architecture="LlamaForCausalLMEagle", bias="always", vocabulary="token_map"),
         "eagle3": replace(EAGLE3, knows=(*LAYERS, "fc_norm", "norm_output")),
         "block": DFLASH,
     },
 }
+# What serving/vllm_model.py loads into vLLM, by kind: what vLLM's own code has no place for.
+POSS = folder.SERVED
+SERVED = {
+    "eagle2": replace(
+        ENGINE, several=True, depth=None, architecture=POSS, bias="always", vocabulary="d2t", states_draft=True
+    ),
+    "eagle3": replace(SPEED, architecture=POSS, knows=VLLM, states_draft=True),
+}
 
 
 def find_layout(output_format: str, config: DraftConfig) -> Layout:
-    """Return the layout that an output format names for a draft."""
-    if output_format == "vllm" and config.kind == "eagle3" and len(config.allocation) > 1:
-        return SPECIALISTS
+    """Return the layout that an output format names for a draft.
+
+    vLLM loads several specialists, and a smaller vocabulary of an EAGLE-2 draft, through our plugin.
+    """
+    smaller = config.kind == "eagle2" and config.vocabulary_size is not None
+    if output_format == "vllm" and (len(config.allocation) > 1 or smaller):
+        return SERVED[config.kind]
     return ENGINES[output_format][config.kind] if output_format in ENGINES else LAYOUTS[output_format]
 
 

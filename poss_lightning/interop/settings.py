@@ -111,6 +111,8 @@ def parse_config(
     allowed, size = f"the draft proposes {vocabulary} tokens", stated.get("draft_vocab_size", spec.vocab_size)
     checks.expect(size == vocabulary, "draft_vocab_size", size, allowed, "ignored")
     theta = (stated | rope).get("rope_theta", 10000.0)
+    allowed = "it must be a number, the base of the rotation"
+    checks.expect(is_number := isinstance(theta, int | float), "rope_theta", theta, allowed, "read as 10000")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),
@@ -121,7 +123,7 @@ def parse_config(
         kv=layout.kv,
         kind=layout.kind,
         window=_find_window(checks, stated, layout.kind),
-        rope_theta=_unless_same(float(theta), spec.rope_theta),
+        rope_theta=_unless_same(float(theta if is_number else 10000), spec.rope_theta),
         rope_scaling=_find_scaling(checks, rope),
         norm_eps=_unless_same(stated.get("rms_norm_eps", 1e-6), spec.norm_eps),
         **{name: switches[name] for name in SWITCHES if switches.get(name)},
@@ -158,7 +160,8 @@ def _check_sizes(stated: dict[str, Any], spec: TargetSpec) -> None:
 
 def _check_layers(checks: Checks, stated: dict[str, Any], layout: Layout, layers: int) -> None:
     """Check that the file has as many layers as engines build, and is of an architecture that computes the same."""
-    names = [*map(str, stated.get("architectures") or ())]
+    listed = stated.get("architectures")
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     is_known = all(re.fullmatch(ARCHITECTURES[layout.kind], name) for name in names)
     checks.expect(is_known, "architectures", names, "a draft of ours does not compute what it names", "ignored")
     is_copy = layout.kind == "eagle3" and names and all(re.fullmatch(rf"(?!Eagle){PLAIN}", name) for name in names)
@@ -206,15 +209,18 @@ def _find_block(checks: Checks, stated: dict[str, Any], spec: TargetSpec, layers
 
 def _count_layers(checks: Checks, key: str, ids: Any, start: int, spec: TargetSpec) -> tuple[int, ...] | None:
     """Number inner layers of the target from 1, by their outputs, where a key counts them from `start`."""
-    is_inside = isinstance(ids, list) and bool(ids) and all(i in range(start, spec.layers - 1 + start) for i in ids)
+    inside = range(start, spec.layers - 1 + start)
+    is_list = isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
+    shifts = [[i + n for i in ids] for n in (0, -1, 1)] if is_list else []
+    fitting = next((shifted for shifted in shifts if {*shifted} <= {*inside}), None)
     allowed = f"it must be numbers of inner layers of {spec.name}, from {start}"
-    if not checks.expect(is_inside, key, ids, allowed, "ignored" if key == LAYER_IDS else ""):
-        return None
-    ascending = sorted(ids)
+    repair = f"read as {fitting}" if fitting else "ignored" if key == LAYER_IDS else ""
+    checks.expect(ids == fitting and is_list, key, ids, allowed, repair)
+    ascending = sorted(fitting or [])
     allowed = f"published code takes layers of {spec.layers} in ascending order, each once"
-    repair = f"read as {ascending}" if len({*ids}) == len(ids) else ""
-    checks.expect(ids == sorted({*ids}), key, ids, allowed, repair)
-    return tuple(i + 1 - start for i in ascending)
+    repair = f"read as {ascending}" if len({*ascending}) == len(ascending) else ""
+    checks.expect(fitting in (None, sorted({*ascending})), key, fitting, allowed, repair)
+    return tuple(i + 1 - start for i in ascending) or None
 
 
 def _find_scaling(checks: Checks, rope: dict[str, Any]) -> RopeScaling | None:
@@ -233,14 +239,14 @@ def _find_scaling(checks: Checks, rope: dict[str, Any]) -> RopeScaling | None:
 def _find_window(checks: Checks, stated: dict[str, Any], kind: Kind) -> int | None:
     """Return the slots that a query sees; None for all. `sliding_window` alone says nothing: `layer_types` decides."""
     kinds, window = stated.get("layer_types") or [FULL], stated.get("sliding_window")
-    if all(each == FULL for each in kinds):
+    is_one = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
+    checks.expect(is_one, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}", "ignored")
+    if not is_one or kinds[0] == FULL:
         return None
-    allowed = f"all must be {FULL}, or all {SLIDING}, but of a block draft"  # z-lab's window moves with its places
-    is_one = kind != "block" and all(each == SLIDING for each in kinds)
-    if not checks.expect(is_one, "layer_types", kinds, allowed, "ignored"):
-        return None
-    checks.expect(window is not None, "sliding_window", window, "it must be the slots that a query sees", "ignored")
-    return window
+    allowed = "it must be the slots that a query sees"
+    checks.expect(window is not None, "sliding_window", window, allowed, "ignored")
+    allowed = "a block draft of ours sees the whole context"  # z-lab's own window moves with the block's places
+    return window if checks.expect(kind != "block", "layer_types", kinds, allowed, "ignored") else None
 
 
 def _find_layers(checks: Checks, stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
@@ -276,6 +282,8 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     # EAGLE takes "bias" for fc's, and true by default. vLLM and SGLang take it for attention's, SGLang for EAGLE-3
     # for fc's too.
     bias = {} if "fc.bias" in tensors else {"bias": False}
+    if "layers.0.self_attn.q_proj.bias" in tensors:
+        bias = {"attention_bias": True}
     rope, from_0 = rope_parameters(config), [layer - 1 for layer in config.aux_layers]
     layers = {LAYER_IDS: list(config.aux_layers), "eagle_config": {LAYER_IDS: from_0}}  # as vLLM reads them; as SGLang
     block = {
@@ -313,7 +321,11 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     }
 
 
+def _is_same(a: Any, b: Any) -> bool:
+    floats = isinstance(a, float) and isinstance(b, float)
+    return a == b or (floats and isclose(a, b, rel_tol=1e-6))  # a target loaded from a GGUF file has them in float32
+
+
 def _unless_same(value: Any, of_target: Any) -> Any:
-    """Return a draft's own value; None for the target's, which in a GGUF file has the rounding of float32."""
-    both = value, of_target
-    return None if value == of_target or (None not in both and isclose(*both, rel_tol=1e-7)) else value
+    """Return a draft's own value; None for the target's."""
+    return None if _is_same(value, of_target) else value

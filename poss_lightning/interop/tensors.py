@@ -144,15 +144,15 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout,
     names = layout.number_names(config).values()
     lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
     maps = {TO_TARGET, TO_DRAFT} if layout.vocabulary == "d2t" else set()
-    missing, unknown = {*names} - tensors.keys() - lent, tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps
-    for wrong, words, repair in (
-        (missing, "this layout needs it", ""),
-        (unknown, "it has no place in this layout", "ignored"),
-    ):
-        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-        allowed = f"{words}{others}: is it of another --input_format?"
-        for name in sorted(wrong)[:1]:
-            checks.tensor(False, name, tensors.get(name), allowed, repair)
+    missing = sorted({*names} - tensors.keys() - lent)
+    others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
+    if missing:
+        raise ValueError(f"{missing[0]} is missing{others}: is it of another --input_format?")
+    unknown = sorted(tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps)
+    others = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
+    for name in unknown[:1]:
+        allowed = f"it has no place in this layout{others}: is it of another --input_format?"
+        checks.tensor(False, name, tensors[name], allowed, "ignored")
     return config
 
 
@@ -183,8 +183,8 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
     names = layout.number_names(config)
     names.pop(BIAS, None)
     tensors = {theirs: state[ours] for ours, theirs in names.items()}
-    if BIAS in state and (layout.bias or state[BIAS].any()):
-        tensors[BIAS] = state[BIAS]
+    if BIAS in state and (layout.bias == "always" or state[BIAS].any()):
+        tensors |= _to_attention_biases(state) if layout.bias == "attention" else {BIAS: state[BIAS]}
     if layout.embedding:
         tensors[EMBEDDING] = embed_head.embedding.to(weight.dtype)
     if layout.vocabulary == "d2t" and "vocabulary" in state:
@@ -197,6 +197,40 @@ def to_theirs(draft: Draft, layout: Layout, embed_head: EmbedHead) -> dict[str, 
 def _make_maps(ids: Tensor, total: int) -> dict[str, Tensor]:
     marks = torch.zeros(total, dtype=torch.bool)
     return {TO_TARGET: ids - torch.arange(len(ids)), TO_DRAFT: marks.index_fill(0, ids, True)}
+
+
+def _to_attention_biases(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn fc's bias b into biases of the first layer's attention, for code whose fc has none.
+
+    There is no norm between them: for queries, keys and values W (z + b) = W z + W b, and for the residual
+    (z + b) + o = z + (o + b).
+    """
+    bias = state[BIAS]
+    exact = {name: state[f"layers.0.{name}.weight"].double() @ bias.double() for name in ("q_proj", "k_proj", "v_proj")}
+    exact["o_proj"] = bias.double()
+    return {f"layers.0.self_attn.{name}.bias": _hold(value, bias.dtype) for name, value in exact.items()}
+
+
+def from_attention_biases(tensors: dict[str, Tensor], checks: Checks) -> dict[str, Tensor]:
+    """Undo what `to_theirs` does to fc's bias for code whose fc has none."""
+    names = {name: f"layers.0.self_attn.{name}.bias" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    if not {*names.values()} <= tensors.keys():
+        return tensors
+    rest, bias = {name: each for name, each in tensors.items() if name not in names.values()}, tensors[names["o_proj"]]
+    for name, bias_name in names.items():
+        if name != "o_proj":
+            expected = tensors[f"layers.0.self_attn.{name}.weight"].double() @ bias.double()
+            near = torch.allclose(
+                tensors[bias_name].double(), expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+            )
+            checks.tensor(
+                near,
+                bias_name,
+                tensors[bias_name],
+                "attention of ours has no bias, and fc's does not make it",
+                "ignored",
+            )
+    return rest | {BIAS: bias}
 
 
 def _hold(exact: Tensor, dtype: torch.dtype) -> Tensor:

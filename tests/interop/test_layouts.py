@@ -121,6 +121,7 @@ def test_what_a_config_leaves_out_has_the_default_of_the_published_code(target):
 # --- engines ---
 
 EAGLE = {"fc.weight"} | {f"layers.0.{name}" for name in SHAPES}
+ATTENTION = {f"layers.0.self_attn.{name}_proj.bias" for name in "qkvo"}
 OWN_HEAD = {"fc.weight", "norm.weight", "lm_head.weight"}
 EAGLE3 = OWN_HEAD | {f"midlayer.{name}" for name in MIDLAYER}
 MAPS = {"d2t", "t2d"}
@@ -147,6 +148,9 @@ PLUGIN = {"architectures": ["PossForCausalLM"], FUSED_BY: []}
 # llama_eagle3.py and llama.py, srt/model_executor/model_runner_components/spec_aux_hidden_state.py). None: the key must
 # not be there.
 ENGINES = [  # an engine and a draft; the tensors and keys
+    # fc has no bias, and a file's is dropped; no embedding, so the target's; becomes EagleLlamaForCausalLM
+    ("vllm", [8], {}, EAGLE | ATTENTION, {"architectures": ["LlamaForCausalLM"], "attention_bias": True}),
+    ("vllm", [8], {}, EAGLE, {"architectures": ["LlamaForCausalLM"], "attention_bias": None, "bias": False}),
     # fc always has a bias, at random where the file has none; both keys are attention's
     ("sglang", [8], {}, EAGLE | {"fc.bias"}, {"architectures": ["LlamaForCausalLMEagle"], "bias": None}),
     ("vllm", [8], {"kind": "eagle3", "vocabulary": SOME}, EAGLE3 | MAPS, EAGLE3_KEYS),
@@ -154,7 +158,6 @@ ENGINES = [  # an engine and a draft; the tensors and keys
     # a vocabulary of all tokens is none: vLLM has no parameter for its d2t, and stops
     ("vllm", [8], {"kind": "eagle3", "vocabulary": torch.arange(VOCABULARY)}, EAGLE3, EAGLE3_KEYS | {KEY: VOCABULARY}),
     # our plugin loads any draft, whole
-    ("vllm", [8], {}, EAGLE | {"fc.bias"}, PLUGIN),
     ("vllm", [2, 2, 2], {}, NUMBERED | {"fc.weight", "fc.bias"}, PLUGIN | {"num_hidden_layers": 3}),
     ("vllm", [6], {"vocabulary": SOME}, EAGLE | MAPS | {"fc.bias", "lm_head.weight"}, PLUGIN | {KEY: len(SOME)}),
     (
@@ -173,6 +176,8 @@ def test_engines_find_each_key_and_compute_the_same(
 ):
     draft = tiny_draft(deep, allocation, **options)
     draft.scale.uniform_(0.5, 2)
+    if tensors >= ATTENTION:  # else it is zero
+        torch.nn.init.normal_(draft.fc.bias)
     draft.save_pretrained(tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "theirs", "--output_format", engine)
     assert {path.name for path in (tmp_path / "theirs").iterdir()} == {"config.json", "model.safetensors"}

@@ -44,7 +44,7 @@ class Case:
 EAGLE3 = {"kind": "eagle3"}
 NORMED = {"norm_before_fc": True, "norm_before_residual": True}
 EAGLE31 = {"fc_norm": True, "norm_output": True}
-CASES = {  # vLLM loads single layers of EAGLE-3, and blocks, without the plugin
+CASES = {  # the first ones do without the plugin
     "eagle": Case([6]),
     "eagle3": Case([6], EAGLE3),
     "eagle3.1": Case([6], EAGLE3 | EAGLE31, steps=20),
