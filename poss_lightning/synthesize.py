@@ -4,31 +4,38 @@ A draft should learn from its target's own answers, and be replayed on them: tex
 answer is kept as the tokens that were written: tokenising its text again might give others.
 """
 
-from collections.abc import Mapping
-from functools import partial
+import random
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
+from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.dialogues import Choice, read_openings, write_dialogues, write_turn
 from poss_lightning.corpus.formats import report_left_out
+from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest, read_suites
-from poss_lightning.ranges import Count, Rows, Seed, Temperature, Tokens, TopP, check_numbers
+from poss_lightning.ranges import Count, PositiveFloat, Rows, Seed, Temperature, Tokens, TopP, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.options import TargetOptions
+from poss_lightning.target_model.template import Message
 from poss_lightning.work import begun_with
 
 DEFAULT_CONVERSATIONS, NO_LIMIT = 2000, 10**9  # without and with prompts
+SEEDS = 1_000_003  # of batches, between two seeds of the user's
 DIALOGUE_ROWS, ANSWER_ROWS = 128, 32  # side by side, without and with prompts
 BATCHES_PER_PART = 4  # finished together: rows that are free take the next prompts
+PATIENCE = 10  # batches in a row without a new conversation, after which it gives up
 # Options of messages that the target writes as the user.
 UNPROMPTED = ("turns", "user_temperature", "user_tokens", "openings")
 RESUMABLE = ("out", "prompts", "conversations", "target", "strict")  # options in which a resumed run may differ
+Choice = tuple[Sampling, int]  # how tokens are chosen, and how many at most
+Write = Callable[[int, list[Question]], list[Messages]]  # a numbered batch: a conversation per question
 
 
 @check_numbers
@@ -39,7 +46,7 @@ def synthesize(
     conversations: Count | None = None,
     turns: Count = 1,
     temperature: Temperature = 0.0,
-    user_temperature: Temperature = 1.0,
+    user_temperature: PositiveFloat = 1.0,
     top_p: TopP = 0.95,
     user_tokens: Tokens = 96,
     answer_tokens: Tokens = 256,
@@ -60,10 +67,10 @@ def synthesize(
         out: file to write, `.jsonl` or `.jsonl.gz`.
         prompts: files, folders or suites of prompts, as for `poss benchmark --suites`.
         conversations: how many to write, 2000 by default; with prompts, how many of each suite, by default all.
-        turns: user messages of a conversation; a prompt has its own number.
+        turns: user messages of a conversation, at most; a prompt has its own number.
         temperature: sampling temperature of the answers; 0 is greedy. A small target with greedy answers repeats
             itself, and a draft learns little from repetitions.
-        user_temperature: sampling temperature of the user's messages.
+        user_temperature: sampling temperature of the user's messages; above 0, or every message would be the same.
         top_p: sample among the most likely tokens that hold this probability. 1 is fastest, as it sorts no tokens.
         user_tokens: most tokens of a user's message; a longer one is cut.
         answer_tokens: most tokens of an answer; a longer one is cut, which harms no draft.
@@ -78,12 +85,9 @@ def synthesize(
     batch_size = batch_size or (DIALOGUE_ROWS if prompts is None else ANSWER_ROWS)
     options = {name: value for name, value in locals().items() if name not in RESUMABLE}
     where = TargetOptions(**target)
-    if not user_temperature:
-        raise ValueError(f"user_temperature is {user_temperature}; it must be above 0, or every message is the same")
     for name in UNPROMPTED if prompts is not None else ():
         if options[name] != signature(synthesize).parameters[name].default:
             raise ValueError(f"{name} is {options[name]}; it has no effect with prompts, which are the user's messages")
-    user, answer = Sampling(user_temperature, top_p=top_p), Sampling(temperature, top_p=top_p)
     corpus, first_words = CorpusWriter(out), read_openings(openings)
     questions = [] if prompts is None else read_suites(prompts, conversations or NO_LIMIT, strict)
     model = where.load()
@@ -91,32 +95,57 @@ def synthesize(
     settings = {"target": where.target, **options, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
     settings |= {"openings": first_words, "chat_template_kwargs": template.variables}
     template.freeze(begun_with(corpus.work.folder).get("chat_template_kwargs", {}))
-    written = {"answer": (answer, answer_tokens), "batch_size": batch_size, "seed": seed, "settings": settings}
+    loop, answer = PlainDecoder(model), (Sampling(temperature, top_p=top_p), answer_tokens)
+    user = (Sampling(user_temperature, top_p=top_p), user_tokens) if prompts is None else None
+
+    def write(number: int, batch: list[Question]) -> list[Messages]:
+        draws = torch.Generator().manual_seed(seed * SEEDS + number)
+        return corpus.batch(number, lambda: _write_batch(loop, batch, user, answer, batch_size, draws))
+
     if prompts is not None:
-        return answer_questions(corpus, model, questions, strict=strict, **written)
-    write_dialogues(
-        corpus,
-        model,
-        conversations or DEFAULT_CONVERSATIONS,
-        turns,
-        user=(user, user_tokens),
-        openings=first_words,
-        **written,
-    )
+        return _answer(corpus, model, questions, write, BATCHES_PER_PART * batch_size, settings, strict)
+    if turns * (user_tokens + answer_tokens) >= model.spec.context:
+        raise ValueError(
+            f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {model.spec.context} that "
+            f"{model.spec.name} reads: lower turns, user_tokens or answer_tokens"
+        )
+    chooser, total = random.Random(seed), conversations or DEFAULT_CONVERSATIONS
+    beginnings = ([chooser.choice(first_words or [""]), *[""] * (turns - 1)] for _ in count())
+    with corpus.claim(settings):
+        new = islice(_new_conversations(corpus, beginnings, write, batch_size), total)
+        records = [
+            _record(model, f"{seed}-{number:06d}", messages, {})
+            for number, messages in enumerate(tqdm(new, "synthesize", total, unit="conversation"))
+        ]
+        corpus.finish(records)
 
 
-def answer_questions(
+def read_openings(file: str | None) -> list[str]:
+    """Read the non-blank lines of a text file; ValueError if there are none."""
+    if file is None:
+        return []
+    try:
+        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"openings {file} is not UTF-8 text: {error}") from None
+    if not (openings := [line for line in lines if line.strip()]):
+        raise ValueError(f"openings {file} is empty; it must hold one text per line")
+    return openings
+
+
+def _answer(
     corpus: CorpusWriter,
     target: Target,
     questions: list[Question],
-    *,
-    answer: Choice,
-    batch_size: int,
-    seed: int,
-    settings: Mapping[str, Any],  # everything else that the conversations depend on
-    strict: bool,  # a question that the chat template refuses is an error; otherwise it is left out
+    write: Write,
+    size: int,
+    settings: Mapping[str, Any],
+    strict: bool,
 ) -> None:
-    """Write a corpus of the target's answers, in the order of the questions."""
+    """Write a corpus of the target's answers, in the order of the questions, `size` of them in a batch.
+
+    A question that the chat template refuses is left out, unless `strict`.
+    """
     lengths, refused = {}, []
     for i, question in enumerate(questions):
         try:
@@ -129,14 +158,11 @@ def answer_questions(
     order = sorted(lengths, key=lambda i: lengths[i], reverse=True)
     with corpus.claim({**settings, "questions": digest([questions[i] for i in order])}):
         written: dict[int, Messages] = {}
-        loop = PlainDecoder(target)
-        size = BATCHES_PER_PART * batch_size
         for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
             part = order[start : start + size]
-            batch, draws = [questions[i] for i in part], seed * 1_000_003 + number
-            conversations = corpus.batch(number, partial(_answer_batch, loop, batch, answer, draws, batch_size))
-            written |= zip(part, conversations, strict=True)
-        records = [_record(questions[i], written[i], target) for i in lengths if written[i]]
+            written |= zip(part, write(number, [questions[i] for i in part]), strict=True)
+        named = ((questions[i], written[i]) for i in lengths if written[i])
+        records = [_record(target, f"{one.suite}/{one.id}", messages, one.template) for one, messages in named]
         why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
         if not records:
             corpus.work.clear()
@@ -146,37 +172,85 @@ def answer_questions(
             print(f"{corpus.out}: {left_out} of {len(order)} questions are left out: {why}")
 
 
-def _record(question: Question, messages: Messages, target: Target) -> dict[str, Any]:
-    """Return a line of the corpus, including what the chat template was given."""
-    variables = target.chat.template.variables | question.template
-    tools = {"tools": variables.pop("tools")} if "tools" in variables else {}
-    record = {"id": f"{question.suite}/{question.id}", "messages": messages, **tools}
-    return record | ({"chat_template_kwargs": variables} if variables else {})
+def _new_conversations(
+    corpus: CorpusWriter, beginnings: Iterator[list[str]], write: Write, size: int
+) -> Iterator[Messages]:
+    """Yield conversations with distinct first messages for as long as the target writes new ones.
+
+    `beginnings` are of the user's messages, which the target continues.
+    """
+    firsts: set[str] = set()
+    without_new = 0  # batches in a row
+    for number in count():
+        before = len(firsts)
+        for messages in write(number, [Question("", i, "", turns) for i, turns in enumerate(islice(beginnings, size))]):
+            if messages and messages[0]["content"] not in firsts:
+                firsts.add(messages[0]["content"])
+                yield messages
+        without_new = 0 if len(firsts) > before else without_new + 1
+        if without_new == PATIENCE:
+            corpus.work.clear()
+            raise ValueError(
+                f"the target wrote no new conversation in {PATIENCE} batches, after {len(firsts)} of them: "
+                + ("ask for fewer" if firsts else "change its tokens, or the openings")
+            )
 
 
 @torch.inference_mode()
-def _answer_batch(
-    loop: PlainDecoder, questions: list[Question], choice: Choice, seed: int, size: int
+def _write_batch(
+    loop: PlainDecoder,
+    questions: list[Question],
+    user: Choice | None,
+    answer: Choice,
+    size: int,
+    generator: torch.Generator,
 ) -> list[Messages]:
-    """Return a conversation per question.
+    """Write a conversation per question, up to `size` side by side; an empty one if it has no answer.
 
-    It ends before an answer that is empty or does not fit the context, and with an answer that has special tokens
+    With `user` the target continues the turns of the questions. A conversation ends before a message that is empty or
+    has no room in the context. It also ends before a user's message, and with an answer, that has special tokens
     inside, since the target would read these as part of the chat.
     """
     chat = loop.target.chat
-    generator = torch.Generator().manual_seed(seed)
     conversations: list[Messages] = [[] for _ in questions]
     unfinished = list(range(len(questions)))
     for turn in range(max(len(question.turns) for question in questions)):
-        asked: dict[int, Messages] = {}
-        for row in unfinished:
-            if turn < len(questions[row].turns):
-                text = {"role": "user", "content": questions[row].turns[turn]}
-                asked[row] = [*(conversations[row] or questions[row].opening), text]
+        texts = {row: questions[row].turns[turn] for row in unfinished if turn < len(questions[row].turns)}
+        if user:
+            prompts = [chat.user_prompt(conversations[row], text) for row, text in texts.items()]
+            written = zip(texts, _write_turn(loop, prompts, user, generator, size), strict=True)
+            whole = {row: texts[row] + one["content"] for row, one in written if one and chat.is_plain(one["tokens"])}
+            texts = {row: text.strip() for row, text in whole.items() if text.strip()}
+        asked = {
+            row: [*(conversations[row] or questions[row].opening), {"role": "user", "content": text}]
+            for row, text in texts.items()
+        }
         prompts = [chat.prompt(messages, questions[row].template) for row, messages in asked.items()]
         unfinished = []
-        for row, answer in zip(asked, write_turn(loop, prompts, choice, generator, size), strict=True):
-            if answer and answer["content"].strip():
-                conversations[row] = [*asked[row], answer]
-                unfinished += [row] if chat.is_plain(answer["tokens"]) else []
+        for row, message in zip(asked, _write_turn(loop, prompts, answer, generator, size), strict=True):
+            if message and message["content"].strip():
+                conversations[row] = [*asked[row], message]
+                unfinished += [row] if chat.is_plain(message["tokens"]) else []
     return conversations
+
+
+def _write_turn(
+    loop: PlainDecoder, prompts: list[list[int]], choice: Choice, generator: torch.Generator, size: int
+) -> list[Message | None]:
+    """Write the message after each prompt, cut where the context is full; None where there is no room for any."""
+    target, (sampling, limit) = loop.target, choice
+    rooms = [target.spec.context - len(prompt) for prompt in prompts]
+    rows = [row for row, room in enumerate(rooms) if room > 0]
+    limits, fitting = [min(limit, rooms[row]) for row in rows], [prompts[row] for row in rows]
+    texts = loop.generate(fitting, limits, target.chat.stops, sampling, generator, size) if rows else []
+    messages: list[Message | None] = [None] * len(prompts)
+    for row, tokens, draw in zip(rows, texts, last_draws(loop.sampler, len(rows)), strict=True):
+        messages[row] = target.chat.message(tokens) | ({"drawn": draw.values()} if draw else {})
+    return messages
+
+
+def _record(target: Target, name: str, messages: Messages, variables: dict[str, Any]) -> dict:
+    """Return a line of the corpus, including what the chat template was given."""
+    given = target.chat.template.variables | variables
+    tools = {"tools": given.pop("tools")} if "tools" in given else {}
+    return {"id": name, "messages": messages, **tools} | ({"chat_template_kwargs": given} if given else {})

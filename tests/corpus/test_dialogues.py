@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from poss_lightning.corpus import dialogues
+from poss_lightning import synthesize as module
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.evaluation.stored import find_answers
+from poss_lightning.evaluation.suites import Question
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.writing import write_store
 from poss_lightning.sampling import GREEDY, Sampling
@@ -25,8 +27,13 @@ SIZES = {"conversations": 12, "turns": 2, "batch_size": 4, "user_tokens": 6, "an
 def own(monkeypatch):
     """Two tiny targets, loaded from memory by their names; the first one is returned."""
     targets = {"tiny": tiny_target(0), "other": tiny_target(1)}
-    monkeypatch.setattr(dialogues.Target, "load", lambda name, *rest, **options: targets[name])
+    monkeypatch.setattr(module.TargetOptions, "load", lambda options: targets[options.target])
     return targets["tiny"]
+
+
+def talked(record: dict) -> int:
+    """The number of a conversation's turns."""
+    return len(record["messages"]) // 2
 
 
 def write(out: Path, **changes) -> list[dict]:
@@ -40,12 +47,13 @@ def test_conversations_are_as_requested_and_the_reader_takes_them(tmp_path, own)
     records = write(tmp_path / "corpus.jsonl")
     assert [record["id"] for record in records] == [f"0-{i:06d}" for i in range(12)]
     for record in records:
-        assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * 2
+        assert [message["role"] for message in record["messages"]] == ["user", "assistant"] * talked(record)
         assert all(message["content"].strip() for message in record["messages"])
-        for place in (1, 3):
+        for place in range(1, len(record["messages"]), 2):
             tokens = PlainDecoder(own).generate([own.chat.prompt(record["messages"][:place])], 8, own.chat.stops)[0]
             assert record["messages"][place] == own.chat.message(tokens)
     assert len({record["messages"][0]["content"] for record in records}) == 12
+    assert {*map(talked, records)} == {1, 2}  # the others' second message has special tokens inside, or is empty
     read = read_conversations(str(tmp_path / "corpus.jsonl"))
     assert [conversation.messages for conversation in read] == [record["messages"] for record in records]
     assert sorted(contents(tmp_path)) == ["corpus.jsonl"]
@@ -69,7 +77,8 @@ def test_first_messages_continue_the_openings_and_later_ones_do_not(tmp_path, ow
     records = write(tmp_path / "corpus.jsonl", openings=str(tmp_path / "openings.txt"))
     firsts = [record["messages"][0]["content"] for record in records]
     assert {first[:12] for first in firsts} == {"Write a poem", "How many leg"}
-    assert not any(record["messages"][2]["content"].startswith(("Write a", "How many")) for record in records)
+    later = [message["content"] for record in records for message in record["messages"][2::2]]
+    assert later and not any(text.startswith(("Write a", "How many")) for text in later)
     tokens = own.tokenizer("How many legs has a", add_special_tokens=False).input_ids
     assert any(own.tokenizer(first).input_ids[: len(tokens)] == tokens for first in firsts)
 
@@ -111,13 +120,25 @@ def test_a_killed_run_resumes_after_its_last_batch_with_the_same_settings_alone(
     assert sorted(files) == ["complete.jsonl", "killed.jsonl"] and files["killed.jsonl"] == files["complete.jsonl"]
 
 
-def test_messages_with_special_tokens_inside_or_without_text_are_dropped(own):
-    chat, stop, hello = own.chat, min(own.chat.stops), own.tokenizer("Hello ").input_ids
-    for tokens in ([*hello, stop], hello):
-        assert dialogues._message(chat, "user", "Oh ", chat.message(tokens)) == {"role": "user", "content": "Oh Hello"}
-        assert dialogues._message(chat, "assistant", "", chat.message(tokens)) == chat.message(tokens)
-    for tokens in ([stop], [*hello, 0, *hello]):
-        assert dialogues._message(chat, "user", "", chat.message(tokens)) is None
+def test_a_conversation_ends_before_an_empty_message_and_where_special_tokens_stand_inside(own, monkeypatch):
+    """A user's message begins as its question says; an answer with special tokens stays, as it was written."""
+    stop, hello = min(own.chat.stops), own.tokenizer("Hello ").input_ids
+    good, empty, odd = [*hello, stop], [stop], [*hello, 0, *hello]
+    loop, question = PlainDecoder(own), Question("", 0, "", ["Oh ", ""])
+    for written, ends in (
+        ([good, hello, good, good], [("Oh Hello", hello), ("Hello", good)]),
+        ([good, good, empty], [("Oh Hello", good)]),
+        ([good, good, odd], [("Oh Hello", good)]),
+        ([good, good, good, empty], [("Oh Hello", good)]),
+        ([good, odd], [("Oh Hello", odd)]),
+        ([odd], []),
+        ([good, empty], []),
+    ):
+        texts = iter(written)
+        monkeypatch.setattr(loop, "generate", lambda *given, texts=texts: [next(texts)])
+        talks = module._write_batch(loop, [question], (GREEDY, 9), (GREEDY, 9), 1, torch.Generator())
+        expected = [({"role": "user", "content": text}, own.chat.message(tokens)) for text, tokens in ends]
+        assert talks == [[message for pair in expected for message in pair]] and not [*texts]
 
 
 def test_numbers_that_give_no_conversations_are_refused_and_nothing_is_left(tmp_path):
