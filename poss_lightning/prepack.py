@@ -100,6 +100,10 @@ class Switch:
         finally:
             self.is_on = False
 
+    def between(self, on: Product, off: Product) -> Product:
+        """Return a function that is one of two, by the switch."""
+        return lambda x: on(x) if self.is_on else off(x)
+
 
 def product_with(weight: Tensor, bias: Tensor | None = None) -> Product:
     """Choose how to multiply by a frozen weight (N, K): `Prepacked` where that can be and pays, else `linear`."""
@@ -142,16 +146,9 @@ def _set_product(layer: nn.Linear, product: Product) -> None:
 
 
 def _set_steady(layer: nn.Linear, switch: Switch, layout: int | None, steady: Product, usual: Product) -> None:
-    by_layout = layout == TREE and _pays(layer.weight)
-
-    def forward(input: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return linear(input, layer.weight, layer.bias)
-        if switch.is_on:
-            return steady(input)
-        return usual(input) if by_layout else linear(input, layer.weight, layer.bias)
-
-    layer.forward = forward
+    if layout != TREE or not _pays(layer.weight):
+        usual = _multiply(layer.weight, layer.bias, None)
+    _set_product(layer, switch.between(steady, usual))
 
 
 def _joint(layers: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:

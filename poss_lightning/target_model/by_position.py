@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from poss_lightning.target_model.cache import STEP, TreeCache
 from poss_lightning.target_model.grouped_attention import Attention
-from poss_lightning.target_model.masks import Masks, Windows
+from poss_lightning.target_model.masks import Masks, Windows, find_paths, one_or_each
 
 TAIL = 16  # tokens: the longest path, root included
 BLOCK = 512  # keys that torch's attention on a CPU folds at once
@@ -79,7 +79,7 @@ class ByPosition:
             gathered = store.slots[layer].flatten(0, 2).index_select(0, index)
             return attend_by_position(queries, keys, values, mask, gathered, tail_mask, scale, self.shapes.most)
 
-        return contexts if len(contexts) > 1 else next(iter(contexts.values())), attend
+        return one_or_each(contexts), attend
 
 
 def find_tails(ancestors: Tensor, lengths: Tensor, tail: int = TAIL) -> Tensor:
@@ -87,12 +87,9 @@ def find_tails(ancestors: Tensor, lengths: Tensor, tail: int = TAIL) -> Tensor:
 
     Slots of tokens that would stand before the text are negative.
     """
-    depths, numbers = ancestors.sum(-1) - 1, torch.arange(ancestors.shape[1], device=lengths.device)
-    depth_of = depths[:, None].where(ancestors, tail)  # (B or 1, n, n) of ancestors; the rest go where they are cut off
-    path = torch.zeros(*depths.shape, tail + 1, dtype=torch.long, device=lengths.device)
-    path.scatter_(2, depth_of, numbers.expand_as(depth_of))  # (B or 1, n, tail + 1) the node at each depth
+    depths, paths = find_paths(ancestors)
     depth = depths[..., None] + torch.arange(1 - tail, 1, device=lengths.device)  # of these tokens; verified: negative
-    return lengths[:, None, None] + depth.where(depth < 0, path.gather(2, depth.clamp(min=0)))
+    return lengths[:, None, None] + depth.where(depth < 0, paths.gather(2, depth.clamp(min=0)))
 
 
 def position_masks(

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -77,11 +76,7 @@ def _fuse_norms(copied: nn.Module, switch: Switch) -> None:
             x = torch.linspace(-2, 3, 2 * len(weight), dtype=weight.dtype, device=weight.device).view(2, -1)
             near = 2 * torch.finfo(weight.dtype).eps
             if weight.is_meta or torch.allclose(fused(x).float(), norm(x).float(), rtol=near, atol=near):
-                norm.forward = partial(_norm, norm.forward, fused, switch)
-
-
-def _norm(usual: Callable, fused: Callable, switch: Switch, x: Tensor) -> Tensor:
-    return fused(x) if switch.is_on else usual(x)
+                norm.forward = switch.between(fused, norm.forward)
 
 
 def _without_dynamic(kinds: Any) -> Any:

@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
 Windows = dict[str, int | None]  # tokens that each kind of layer sees, itself included; None for all
 Masks = Tensor | dict[str, Tensor]  # what a model's `attention_mask` takes: of all layers, or of each kind
 
@@ -26,6 +24,15 @@ Masks = Tensor | dict[str, Tensor]  # what a model's `attention_mask` takes: of 
 def causal_ancestors(count: int, device: torch.device) -> Tensor:
     """Return the ancestors in a plain text: (1, n, n), lower triangle."""
     return torch.ones(1, count, count, dtype=torch.bool, device=device).tril()
+
+
+def find_paths(ancestors: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the depth of each node, and the node at each depth of its path: (…, n, n) -> (…, n), (…, n, n)."""
+    nodes, depths = ancestors.shape[1], ancestors.sum(-1) - 1
+    depth_of = depths[:, None].where(ancestors, nodes)  # of ancestors; the rest go where they are cut off
+    numbers = torch.arange(nodes, device=ancestors.device).expand_as(depth_of)
+    paths = torch.zeros(*depths.shape, nodes + 1, dtype=torch.long, device=ancestors.device)
+    return depths, paths.scatter_(2, depth_of, numbers)[..., :nodes]
 
 
 def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
@@ -40,6 +47,11 @@ def layer_windows(config: PreTrainedConfig, context: int) -> Windows:
         raise NotImplementedError(f"it has layers of {', '.join(other)}; only {FULL} and {SLIDING} can read a tree")
     width = window if window and window < context else None
     return {kind: width if kind == SLIDING else None for kind in kinds}
+
+
+def one_or_each(masks: dict[str, Tensor]) -> Masks:
+    """Return the mask of the one kind of layer, or all by kind."""
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def layer_masks(
@@ -61,7 +73,7 @@ def layer_masks(
         seen = visible if window is None else visible & in_window(window, positions, lengths, visible.shape[-1])
         mask = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
         masks[kind] = mask.repeat(1, 1, copies, 1) if copies > 1 else mask
-    return masks if len(masks) > 1 else masks.popitem()[1]
+    return one_or_each(masks)
 
 
 def in_window(window: int, positions: Tensor, lengths: Tensor, extent: int) -> Tensor:

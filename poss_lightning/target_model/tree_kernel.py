@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from poss_lightning.target_model.cache import TreeCache
 from poss_lightning.target_model.grouped_attention import Attention
-from poss_lightning.target_model.masks import Masks, Windows
+from poss_lightning.target_model.masks import Masks, Windows, find_paths, one_or_each
 
 SPLIT, TILE = 256, 64  # tokens
 ROWS, WARPS, STAGES = 32, 4, 3  # of a program of `_context`
@@ -58,16 +58,7 @@ class TreeKernel:
             window = next(window for kind, window in windows.items() if masks[kind] is mask)
             return tree_attention(queries, keys, values, cache.slots.lengths, depths, paths, scale, window)
 
-        return masks if len(masks) > 1 else next(iter(masks.values())), attend
-
-
-def find_paths(ancestors: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the depth of each node, and the node at each depth of its path: (…, n, n) -> (…, n), (…, n, n) int32."""
-    nodes, depths = ancestors.shape[1], ancestors.sum(-1) - 1
-    depth_of = depths[:, None].where(ancestors, nodes)  # of ancestors; the rest go where they are cut off
-    numbers = torch.arange(nodes, device=ancestors.device).expand_as(depth_of)
-    paths = torch.zeros(*depths.shape, nodes + 1, dtype=torch.long, device=ancestors.device)
-    return depths.int(), paths.scatter_(2, depth_of, numbers)[..., :nodes].int()
+        return one_or_each(masks), attend
 
 
 def tree_attention(

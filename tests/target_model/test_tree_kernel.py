@@ -9,6 +9,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
+from poss_lightning.target_model.masks import find_paths
 from tests.support import naive
 from tests.support.tolerance import close
 from tests.support.trees import random_tree
@@ -57,7 +58,7 @@ def test_a_node_has_the_bits_of_a_plain_step_and_is_as_defined(heads, shared, wi
     keys, values = torch.randn(2, 2, extent, shared, width, dtype=dtype).transpose(2, 3)
 
     def attend(q, k, v, length, above):
-        given = (x.to(DEVICE) for x in (q, k, v, torch.tensor(length), *kernel.find_paths(above)))
+        given = (x.to(DEVICE) for x in (q, k, v, torch.tensor(length), *find_paths(above)))
         return kernel.tree_attention(*given, window=window).cpu()
 
     found = attend(queries, keys, values, lengths, ancestors)
