@@ -130,13 +130,6 @@ def timed(work: Callable[[], object], device: str | torch.device = "cpu") -> flo
     return time.perf_counter() - start
 
 
-def memory_bytes() -> int | None:
-    """Return all bytes of this machine's memory; None if the system does not say."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function for any sizes, as a whole graph or with an error, once for all that call it."""

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import os
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from poss_lightning.machine import memory_bytes
 from poss_lightning.prepack import Switch, make_steady, prepack
 from poss_lightning.target_model.grouped_attention import GROUPED
 from poss_lightning.target_model.masks import FULL
@@ -55,7 +55,8 @@ def decoding_copy(model: PreTrainedModel, steady: bool) -> tuple[Any, Switch]:
     for module in copied.modules():
         if hasattr(module, "rope_type"):
             module.rope_type = _without_dynamic(module.rope_type)
-    has_room = 3 * sum(weight.nbytes for weight in model.parameters()) < (memory_bytes() or 0)  # for a layout of each
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    has_room = 3 * sum(weight.nbytes for weight in model.parameters()) < memory  # for a layout of each
     switch = make_steady(copied, has_room) if steady else Switch()
     if has_room and not steady:
         prepack(copied)
