@@ -39,18 +39,19 @@ def check_target(target: "Target") -> None:
         raise NotImplementedError(f"it attends by {attention}: load it with attn_implementation='sdpa'")
     tokens = torch.arange(8, device=target.device)[None] % target.spec.vocab_size
     with reason("transformers itself cannot read 8 tokens with it"), target.without_defaults() as model:
-        expected = model.base_model(tokens, use_cache=False).last_hidden_state.to(target.device)
+        output = model.base_model(tokens, use_cache=False, output_hidden_states=True)
         logits = model(tokens, use_cache=False).logits.to(target.device)
-    layers = target.config.num_hidden_layers
-    with reason(f"it does not give the outputs of its {layers} layers"):
-        features, inner = target.text_layers(tokens, tuple(range(1, layers)))
-    if inner.shape[-1] != features.shape[-1]:
-        raise NotImplementedError("its layers and its features differ in width")
+    expected = output.last_hidden_state.to(target.device)
+    features, inner = target.text_layers(tokens, layers := tuple(range(1, target.config.num_hidden_layers)))
     if not features.isfinite().all():
         raise NotImplementedError(f"its features are not finite in {target.dtype_name}: choose a different dtype")
     _check_near(target, features, expected, "its features")
     with reason(OWN_LOGITS):
         ours = target.embed_head.logits(expected)
+    with reason("its layers and its features differ in width"):
+        states = torch.stack([state.to(target.device) for state in output.hidden_states]).float()  # (L + 1, 1, 8, D)
+    if any((states - inner[:, :, i - 1]).flatten(1).norm(dim=1).argmin() != i for i in layers):
+        raise NotImplementedError("the outputs of its decoder layers are not its hidden states")
     if logits.shape != ours.shape or not torch.allclose(logits.float(), ours.float(), rtol=1e-3, atol=1e-3):
         raise NotImplementedError(OWN_LOGITS)
     _check_trees(target)

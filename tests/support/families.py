@@ -45,7 +45,7 @@ OTHERS = [
     "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2_moe", "cwm",
     "diffllama", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma",
     "glm", "glm4", "gpt-sw3", "gpt2", "gpt_neox", "gpt_oss", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoeshared", "hrm_text", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "laguna", "mellum",
+    "granitemoeshared", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "laguna", "mellum",
     "minimax_m2", "ministral3", "mixtral", "nanochat", "nemotron", "olmo", "olmoe", "opt", "persimmon", "phimoe",
     "qwen2_moe", "qwen3_moe", "sarvam_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma", "xglm",
 ]

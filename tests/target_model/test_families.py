@@ -181,6 +181,7 @@ REFUSED = {
         "its attention does not take a tree's mask and cache",  # keys and values differ in size
     ),
     "doge": ({}, "its attention does not take a tree's mask"),
+    "hrm_text": ({}, "it has no list of 24 decoder layers"),
     "jamba": ({}, "layers of linear_attention; only full_attention and sliding_attention can read a tree"),
     "mamba": ({}, "its MambaConfig has no num_attention_heads"),
     "gptj": ({"n_head": 4, "rotary_dim": 4}, r"its logits are not head\(feature\)"),  # its head has a bias

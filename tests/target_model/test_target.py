@@ -37,6 +37,8 @@ def test_inner_layers_are_the_hidden_states_of_transformers():
     for found, layer in ((features, 4), (inner[:, :, 0], 3), (inner[:, :, 1], 1)):
         assert close(found, expected[layer], sums=layer * LAYER)
     assert sum(len(module._forward_hooks) for module in target.model.modules()) == hooks
+    last = target.text_layers(tokens, (4,))[1][:, :, 0]  # where transformers gives the feature again
+    assert close(target.model.base_model.norm(last), features, sums=4 * LAYER) and not close(last, features)
 
 
 @pytest.mark.parametrize("heads, shared, nodes", [(6, 2, 5), (4, 4, 3), (6, 2, grouped_attention.NODES + 1)])
