@@ -1,5 +1,6 @@
 """Precompute the target's features of a corpus: `poss extract`."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,13 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.features.manifest import Stored, check_files, is_finished, verify_files
 from poss_lightning.features.shards import TargetReader
 from poss_lightning.features.writing import STORE_FILES, write_store
-from poss_lightning.files import check_folder
+from poss_lightning.files import atomic, check_folder, read_json
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranges import BatchTokens, Count, Layer, Mebibytes, Tokens, check_numbers
 from poss_lightning.ranks import device_of, this_rank
 from poss_lightning.target_model.options import TargetOptions
+
+ASKED = "asked.json"  # in a finished store: what it was asked for, so that the same command need not read the corpus
 
 
 @check_numbers
@@ -58,12 +61,16 @@ def extract(
         verify: write nothing, but check every byte of the finished store `out`.
         **target: whose features, and where and in what it computes; see `TargetOptions`.
     """
+    asked = {name: value for name, value in locals().items() if name not in ("out", "verify")}
     options = TargetOptions(**target)
     folder = Path(out)
     if verify:
         verify_files(folder)
         return print(f"{out}: every file is as it was written")
     check_folder(out, *STORE_FILES)
+    asked |= {"files": stamps(corpus) | stamps(options.target)}
+    if is_finished(folder) and (folder / ASKED).exists() and read_json(folder / ASKED) == asked:
+        return tell(folder)
     rank = this_rank()
     if engine == "vllm" and rank.world > 1:
         raise ValueError(f"engine is vllm in one of {rank.world} processes; it starts its own: give the command once")
@@ -74,8 +81,9 @@ def extract(
         from poss_lightning.serving.features import vllm_reader
 
         where = choose_device(options.device)
-        dtype = choose_dtype(options.dtype, where)
-        model = replace(options, dtype=dtype, device="cpu", parallel="none").load(exact=False)
+        model = replace(options, dtype=choose_dtype(options.dtype, where), device="cpu", parallel="none").load(
+            exact=False
+        )
         reader = partial(vllm_reader, max_length=max_length, tensor_parallel=tensor_parallel, device=where)
     else:
         model, reader = replace(options, device=device_of(rank, options.device)).load(exact=False), TargetReader
@@ -93,5 +101,19 @@ def extract(
         reader=reader,
     )
     if rank.rank == 0 and is_finished(folder):
-        manifest = check_files(folder)
-        print(f"{folder}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")
+        with atomic(folder / ASKED) as path:
+            path.write_text(json.dumps(asked, indent=1) + "\n")
+        tell(folder)
+
+
+def stamps(source: str) -> dict[str, list[int]]:
+    """Return size and time of each file of a source: they differ once one has changed. Empty for a hub id."""
+    path = Path(source)
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def tell(folder: Path) -> None:
+    """Print what a finished store holds; StoreError if a file is missing."""
+    manifest = check_files(folder)
+    print(f"{folder}: {manifest.samples:,} samples, {manifest.tokens:,} tokens")

@@ -17,6 +17,7 @@ from poss_lightning.ranges import Fraction, PositiveFloat, Temperature, TopK, To
 BLOCK = 128  # numbers whose maximum is taken first: two short searches are faster than one long one
 LOGIT_ROWS = 4, 64  # places whose logits are in float32 at once, on a CPU, in whose cache they stay, and elsewhere
 NEAR = 1e-4  # the nucleus's border, by more than sums of floats are rounded
+DIGITS = ((21, 10), (10, 11), (0, 10))  # of the 31 bits of a nonnegative float: lowest bit, number of bits
 
 
 @dataclass(frozen=True)
@@ -49,16 +50,24 @@ class Sampling:
         """The same with 1 for any temperature but 0."""
         return replace(self, temperature=float(self.temperature > 0))
 
+    @property
+    def steps(self) -> tuple[bool, ...]:
+        """Whether tokens are drawn, and which filters and penalties there are: what choosing one costs."""
+        return bool(self.temperature), bool(self.top_k), self.top_p < 1, bool(self.min_p), self.repetition_penalty != 1
+
     def filter(self, logits: Tensor, temperature: Tensor | float) -> Tensor:
         """Logits (..., V) in float32, with -inf for tokens that are cut; of equal logits all are kept, or none."""
         floors = []  # least logits that are kept
         if self.top_k:
             best = logits.topk(min(self.top_k, logits.shape[-1])).values  # (..., k), in order
             floors.append(best[..., -1:])
-        if self.top_p < 1:
-            best = best if self.top_k else logits.sort(descending=True).values
-            size = nucleus_size((best / temperature).softmax(-1), self.top_p)
-            floors.append(best.gather(-1, size - 1))
+            if self.top_p < 1:
+                p = _exact((best / temperature).softmax(-1))
+                count = (p.cumsum(-1) - p < _exact(torch.tensor(self.top_p)).item()).sum(-1, keepdim=True)
+                floors.append(best.gather(-1, (count - 1).clamp(min=0)))
+        elif self.top_p < 1:
+            p = (logits / temperature).softmax(-1)
+            floors.append(logits.masked_fill(p < _nucleus_floor(p, self.top_p), torch.inf).amin(-1, keepdim=True))
         if self.min_p:
             floors.append(logits.amax(-1, keepdim=True) + temperature * torch.tensor(self.min_p).log().item())
         for floor in floors:
@@ -241,10 +250,23 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def nucleus_size(p: Tensor, share: float) -> Tensor:
-    """Count the first of p (..., V), in descending order, that sum to `share`: (..., 1).
+def _exact(p: Tensor) -> Tensor:
+    """Probabilities as multiples of 2^-62, whose sums do not depend on their order, which on CUDA is not fixed."""
+    return (p * 2.0**62).long()
 
-    As multiples of 2^-62, since sums of floats depend on their order, which on CUDA is not fixed.
-    """
-    amounts, needed = ((each * 2.0**62).long() for each in (p, torch.tensor(share)))
-    return (amounts.cumsum(-1) - amounts < needed.item()).sum(-1, keepdim=True)
+
+def _nucleus_floor(p: Tensor, share: float) -> Tensor:
+    """Return the smallest of the largest p (..., V) that sum to `share`, found digit by digit: (..., 1)."""
+    bits = p.view(torch.int32)  # as which floats sort, too
+    amounts, needed = _exact(p), _exact(torch.tensor(share)).item()
+    floor, above = torch.zeros_like(bits[..., :1]), torch.zeros_like(amounts[..., :1])  # sum above the digits so far
+    for shift, width in DIGITS:
+        digit = (bits >> shift) - (floor >> shift)
+        inside = (digit >= 0) & (digit < 1 << width)
+        mass = amounts.new_zeros(*p.shape[:-1], 1 << width)
+        mass.scatter_add_(-1, digit.clamp(0, (1 << width) - 1).long(), amounts * inside)
+        total = mass.flip(-1).cumsum(-1).flip(-1)  # of this digit and larger ones
+        chosen = ((above + total >= needed).sum(-1, keepdim=True) - 1).clamp(min=0)
+        above = above + (total - mass).gather(-1, chosen)
+        floor = floor + (chosen << shift).to(torch.int32)
+    return floor.view(torch.float32)

@@ -118,7 +118,7 @@ def test_the_commands_go_together(poss, inputs, tmp_path):
     plain = poss("generate", "Hi", *target, "--max_new_tokens", "9").out
     drafted = poss("generate", "Hi", *target, "--max_new_tokens", "9", "--draft", inputs / "draft", "--depth", "5").out
     assert drafted.split("\n\n")[0] == plain.split("\n\n")[0] and "τ" in drafted and "same tokens" in drafted
-    files = ("store/ends.safetensors", "store/manifest.json", "store/shard-00000.arrow")
+    files = ("store/asked.json", "store/ends.safetensors", "store/manifest.json", "store/shard-00000.arrow")
     assert left(tmp_path) == ["corpus.jsonl", "store", *files]
 
 

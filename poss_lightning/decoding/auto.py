@@ -12,7 +12,7 @@ from poss_lightning.decoding.costs import Costs
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.sampling import Sampling
 
-Key = tuple[int, int, Sampling]  # rows of the batch, doublings of the texts' length, `Sampling.kind`
+Key = tuple[int, int, tuple[bool, ...]]  # rows of the batch, doublings of the texts' length, `Sampling.steps`
 
 
 class AutoPlans:

@@ -233,7 +233,7 @@ class Speculative(Decoder):
 
     def _key(self) -> Key:
         doublings = (self.cache.slots.longest // COSTS_LENGTH).bit_length()
-        return len(self.active.prompts), doublings, self.sampler.kind
+        return len(self.active.prompts), doublings, self.sampler.sampling.steps
 
     def _measure(self, again: bool) -> Costs:
         """Time draft steps, and verification with its choice of tokens; what a different draft timed only `again`."""

@@ -4,6 +4,7 @@ store/
   manifest.json           target, dtype, layers, corpus digest, and every file's size and digest; written last
   ends.safetensors        embedding and LM head, so that training needs no target, and cannot mix up two
   shard-00000.arrow       samples: id, length, tokens, greedy, spans, draws, features, layers; memory-mapped when read
+  asked.json              what `poss extract` was asked for, so that the same command ends at once
   unfinished/             only while `poss extract` is at work; see `work.py`
 """
 

@@ -111,7 +111,7 @@ def test_a_text_continues_as_it_would_have_where_it_is_resumed(target):
 def test_noise_is_made_only_for_places_that_a_round_needs(target, monkeypatch, lookup):
     """To the deepest node that its plan allows, and the place after; the first rounds of a text draft whole trees."""
     speculative, made = speculate(target, tiny_draft(target, [6]), tree="auto", lookup=lookup), [0]
-    speculative.auto.measured[1, 0, Sampling(1.0)] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
+    speculative.auto.measured[1, 0, Sampling(1.0).steps] = Costs(5.0, {1: 1.0, 2: 1.1, 4: 9.0, 60: 9.0, 70: 9.0})
     noise = TokenSampler.noise
 
     def counted(self, places):

@@ -62,7 +62,7 @@ def test_a_tree_with_a_path_accepts_what_the_longer_of_the_two_does(seed):
 def test_without_a_draft_auto_looks_up_where_that_pays(target):
     """A text that repeats itself brings tokens for the time of the nodes; nothing is added where nothing matches."""
     engine, sizes, found = speculate(target, None, tree="auto", lookup=6), [], []
-    engine.auto.measured[1, 0, GREEDY] = Costs(0.0, dict(zip((1, 2, 4, 7), (1.0, 1.1, 1.2, 1.3), strict=True)))
+    engine.auto.measured[1, 0, GREEDY.steps] = Costs(0.0, dict(zip((1, 2, 4, 7), (1.0, 1.1, 1.2, 1.3), strict=True)))
 
     def watch(step):
         """The nodes of a round, and how many tokens match for the next."""

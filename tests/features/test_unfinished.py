@@ -78,13 +78,16 @@ def test_stores_of_other_settings_are_not_mixed(finished, target, tmp_path, is_f
     assert contents(folder) == before
 
 
-def test_the_same_command_says_again_what_the_store_holds_until_the_corpus_changes(tmp_path, tiny_folder, capsys):
+def test_the_same_command_reads_no_corpus_again_until_that_changes(tmp_path, tiny_folder, monkeypatch, capsys):
+    """Nor the target; it says what the store holds, and a changed corpus is refused."""
     corpus, out = tmp_path / "corpus.jsonl", str(tmp_path / "store")
     lines = [json.dumps({"messages": talk.messages}) + "\n" for talk in make_conversations(6)]
     corpus.write_text("".join(lines[:5]))
     extract(str(corpus), out, target=tiny_folder, dtype="float32")
     said = capsys.readouterr().out
-    extract(str(corpus), out, target=tiny_folder, dtype="float32")
+    with monkeypatch.context() as patch:
+        patch.setattr("poss_lightning.extraction.read_conversations", None)
+        extract(str(corpus), out, target=tiny_folder, dtype="float32")
     assert capsys.readouterr().out == said and ": 5 samples" in said
     for change in {"strict": True}, {"max_length": 50}:  # the first changes nothing
         with pytest.raises(ValueError, match="begun with") if "max_length" in change else nullcontext():
