@@ -125,14 +125,16 @@ class Template:
         stops = {*token_ids(ids, "eos_token_id of the generation config"), *token_ids(self._tokenizer.eos_token_id)}
         added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
         after = [self._between(_USER, _ANSWER)[2:3], self._between(_USER, _ANSWER, _USER, _ANSWER)[2:3]]
-        found = (any_of(added).match("".join(text).lstrip()) for text in after)
-        last, earlier = (match[0] if match else "" for match in found)
+        matches = (any_of(added).match("".join(text).lstrip()) for text in after)
+        last, earlier = (match[0] if match else "" for match in matches)
         if any(text in "".join(after[0]) for text, number in added.items() if number in stops):
             return frozenset(stops)
         if last and last == earlier:
             stops.add(added[last])
-        elif earlier and not last and added[earlier] not in stops:
-            logger.warning("%s stands after an answer where the chat continues, and is not a stop token", earlier)
+        elif after[1] and added.get(earlier) not in stops:
+            found = earlier or repr("".join(after[1])[:40])
+            reason = "stands after an answer where the chat continues, and is not a stop token"
+            logger.warning("%s %s: a draft does not learn where answers end", found, reason)
         return frozenset(stops)
 
     def find_roles(self) -> set[str]:

@@ -293,6 +293,15 @@ def test_a_token_that_begins_the_next_message_and_is_no_stop_is_named(caplog):
     assert "<|user|> stands after an answer where the chat continues, and is not a stop token" in caplog.text
 
 
+def test_a_template_that_ends_answers_by_letters_alone_is_named(caplog):
+    lines = "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    chat = Chat(tiny_tokenizer(f"{lines}{{% if add_generation_prompt %}}### assistant:\n{{% endif %}}"))
+    assert words(chat, chat_of(["four", "five"])) == ["four", "five"]
+    assert (
+        "'\\n\\n### user:\\n' stands after an answer where the chat continues, and is not a stop token" in caplog.text
+    )
+
+
 KIMI = (
     "{% for m in messages %}<|im_{{ m.role }}|>{{ m.role }}<|middle|>{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_assistant|>assistant<|middle|>{% endif %}"
