@@ -103,7 +103,7 @@ def file_records(path: Path) -> Iterator[tuple[int, object]]:
             first, second = [*islice(filter(bytes.strip, file), 2), b"", b""][:2]
             begin = first.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
             if begin not in (b"{", b"[", b"") and not _is_json(first):
-                raise CorpusError(f"{path} is not JSON lines, a JSON array or parquet; only gzip may pack it")
+                raise CorpusError(f"{path} is not UTF-8 JSON, lines or an array, nor parquet; only gzip may pack it")
             file.seek(0)
             yield from _lines(file) if second and _is_json(first) else _values(path, file, first)
     except (OSError, EOFError, zlib.error) as error:

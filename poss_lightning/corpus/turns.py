@@ -13,7 +13,7 @@ _CALL = "tool call"
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "bot", "ai"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "ipython", "environment"), "tool"),
     **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), _CALL),  # an assistant's message whose text is the call
@@ -88,6 +88,8 @@ def _message(turn: dict[str, Any], role: str, where: str) -> Message:
     named = {key: turn[key] for key in ("name", "tool_call_id") if isinstance(turn.get(key), str)}
     if role != "assistant":
         return {"role": role, "content": _text(value, where)} | named
+    if (channel := turn.get("channel") or "final") != "final":  # gpt-oss'
+        raise Malformed(f"{where} has channel {channel!r}; give an analysis as 'thinking' of the answer that follows")
     for key in turn.keys() - _READ - _ABOUT:
         if has_words(turn[key]):
             raise Malformed(f"{where} has {key!r}, which is not read: name thoughts 'reasoning_content', or remove it")

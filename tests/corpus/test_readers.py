@@ -212,6 +212,7 @@ MALFORMED = [  # once for each place that refuses
     (answered(is_masked=0), "messages[0] has 'is_masked': an answer that is kept out"),
     (answered(weight=0.5), "messages[0]: 'weight' is 0.5; it must be 0 or 1"),
     (answered(analysis=[{"step": "先想"}]), "messages[0] has 'analysis', which is not read: name thoughts"),
+    (answered(channel="analysis"), "messages[0] has channel 'analysis'; give an analysis as 'thinking' of the answer"),
     (answered(thinking="a", thoughts="b"), "messages[0] has different thoughts in 'thinking' and 'thoughts'"),
     (
         answered(content="<think>a</think>b", thinking="c"),
@@ -246,7 +247,7 @@ UNUSABLE = [
     ("x.json", json.dumps([CHAT, {}]), "1 of 2 malformed\n  record 2: neither"),
     ("x.jsonl", lines(CHAT).encode() + b"\xff", r"line 2: not UTF-8 text .*: save the file as UTF-8"),
     ("x.jsonl", '{"id"\n' + lines(CHAT), "1 of 2 malformed\n  line 1: not JSON"),
-    ("x.jsonl", b"id,messages\n", "is not JSON lines, a JSON array or parquet"),
+    ("x.jsonl", b"id,messages\n", "is not UTF-8 JSON, lines or an array, nor parquet"),
     ("x.jsonl.gz", ZIPPED[:20] + b"!" * 40, "x.jsonl.gz cannot be read to its end"),
 ]
 

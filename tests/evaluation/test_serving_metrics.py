@@ -137,7 +137,7 @@ REFUSED = [  # of /metrics; of responses, what writes the right form
         vllm_metrics({"m_0": []}),
         "has counters of no draft yet; save /metrics after the engine has answered",
     ),
-    (read_rounds, "# HELP vllm:n Number.\n", "is not JSON lines.*: give .* --per-request-spec-decode-metrics detailed"),
+    (read_rounds, "# HELP vllm:n Number.\n", "is not UTF-8 JSON.*: give .* --per-request-spec-decode-metrics detailed"),
     (read_rounds, lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level rec"),
     (read_rounds, lines(*MIXED), "line 2: the answer has a mean, not what each round accepted: give "),
     (read_rounds, lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
