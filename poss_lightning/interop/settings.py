@@ -57,6 +57,7 @@ HARMLESS |= {"attention_dropout", "auto_map", "embed_requires_grad", "forward_nu
 HARMLESS |= {"load_embedding_from_target", "load_lm_head_from_target", "max_position_embeddings", "max_window_layers"}
 HARMLESS |= {"num_lookahead_tokens", "position_per_layer", "pretraining_tp", "speculators_version", "target_model_type"}
 HARMLESS |= {"tie_word_embeddings", "torch_dtype", "use_cache", "use_sliding_window", "next_layer_regular"}
+HARMLESS |= {"decoder_sparse_step"}  # of experts, which a draft has not
 HARMLESS |= {  # as the file has the tensors, or not
     *("attention_bias", "bias", "has_lm_head", "mlp_bias", "parallel_draft_heads_num_layers", "use_mtp_layernorm"),
     *("use_input_layernorm_in_first_layer", "use_last_layernorm"),

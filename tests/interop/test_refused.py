@@ -119,6 +119,7 @@ def test_tensors_with_a_prefix_are_named(convert, deep, tmp_path, prefix, is_hea
 
 HARMLESS = {  # in published files, and saying nothing that changes what a draft computes
     "auto_map": {"AutoModel": "x.Y"},
+    "decoder_sparse_step": 1,  # SpecForge's for Qwen3-Next, without experts
     "eagle_config": {"use_aux_hidden_state": True, "next_layer_regular": True, "parallel_draft_step": 1},
     "num_beams": 4,
     "num_hidden_layers": 40,  # of EAGLE's own files of a 13B target, whose config they copy
