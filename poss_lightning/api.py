@@ -9,9 +9,10 @@ transformers' own assisted generation cannot take such a draft: it asks for a ch
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -23,6 +24,7 @@ from poss_lightning.decoding.lookup import DEFAULT_LOOKUP
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.ranges import Seed, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.template import token_ids
@@ -113,6 +115,7 @@ class Model:
         accepted = [count for text in self.decoded for count in text.accepted]
         return sum(accepted) / len(accepted) + 1 if accepted else None
 
+    @check_numbers
     def generate(
         self,
         input_ids: Tensor,
@@ -121,7 +124,7 @@ class Model:
         attention_mask: Tensor | None = None,
         streamer: "BaseStreamer | None" = None,
         generator: torch.Generator | None = None,
-        seed: int | None = None,
+        seed: Seed | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Continue the prompts; return them with their padding and what follows: (B, T) -> (B, T + new).
@@ -238,11 +241,15 @@ def _check_tokens(input_ids: Tensor) -> None:
         raise ValueError(f"input_ids is {kind}; it must be (B, T) token ids, at least one of each")
 
 
-def _limit(new: int | None, total: int | None, length: int) -> int:
+@check_numbers
+def _limit(max_new_tokens: Annotated[int | None, Ge(1)], max_length: Annotated[int | None, Ge(1)], length: int) -> int:
     """Return how many new tokens a prompt of `length` may have."""
-    if new is None and total is not None and total <= length:
-        raise ValueError(f"max_length is {total} and the prompt has {length} tokens: it must be longer, by what is new")
-    return new if new is not None else NEW_TOKENS if total is None else total - length
+    if max_new_tokens is not None or max_length is None:
+        return max_new_tokens or NEW_TOKENS
+    if max_length <= length:
+        reason = f"the prompt has {length} tokens: it must be longer, by what is new"
+        raise ValueError(f"max_length is {max_length} and {reason}")
+    return max_length - length
 
 
 def _sampling(config: GenerationConfig) -> Sampling:

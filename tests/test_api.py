@@ -201,6 +201,8 @@ BAD = [
     ({"token_type_ids": torch.ones(2, 3)}, "unexpected keyword argument 'token_type_ids'"),
     ({"min_new_tokens": 4}, "min_new_tokens is 4, which is not done here: leave it out; .* max_new_tokens"),
     ({"seed": 1, "generator": torch.Generator()}, "seed and generator are both given"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; it must be a valid integer"),
+    ({"seed": -1}, "seed is -1; it must be greater"),
     ({"max_length": 3}, "max_length is 3 and the prompt has 3 tokens"),
     ({"streamer": TextStreamer(None)}, "streamer is for one prompt, and input_ids has 2"),
     ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\) and input_ids \(2, 3\)"),
