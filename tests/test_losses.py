@@ -20,7 +20,7 @@ def problem(count=9, vocabulary=50):
     generator = torch.Generator().manual_seed(0)
     predictions = [torch.randn(2, count, 16, generator=generator, requires_grad=True) for _ in range(3)]
     features = torch.randn(2, count, 16, generator=generator)
-    counts = torch.randint(0, 5, (2, count), generator=generator)
+    counts = torch.randint(0, 5, (2, count), generator=generator).minimum(torch.arange(1, count + 1))
     return predictions, features, counts, torch.randn(vocabulary, 16, generator=generator)
 
 
@@ -28,21 +28,6 @@ def pass_losses(predictions, features, counts, head, draft_head=None, scale=1.0,
     return passes.pass_losses(
         predictions, features, counts, Heads(head, draft_head, scale, cap), LossSpec(**spec), **dict(given)
     )
-
-
-def test_a_chain_s_weight_applies_to_the_slots_that_it_reads():
-    """Pass k of the chain that begins at slot t reads slot t + k - 1. Weights of 1 change nothing."""
-    predictions, features, counts, head = problem()
-    counts = counts.minimum(torch.arange(1, 10))  # no chain begins before its row
-    chains = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) * (torch.arange(18).view(2, 9) % 3 > 0)
-    by_slot = torch.stack([pad(chains, (k, 0))[:, :9] for k in range(3)])
-    twin = naive.pass_losses(DEFAULT, predictions, features, counts, head, slot_weights=by_slot)
-    whole, ones, ours = (
-        pass_losses(predictions, features, counts, head, given={"chains": own})
-        for own in (None, torch.ones(2, 9), chains)
-    )
-    assert close(ours.weighted, twin) and close(ones.weighted, whole.weighted)
-    assert torch.equal(ours.slots, whole.slots)
 
 
 def test_drawn_chains_stand_for_all():
@@ -82,20 +67,30 @@ TERMS = {"token": 0.2, "topk": 2.0, "acceptance": 0.3}
     ],
     ids=str,
 )
-@pytest.mark.parametrize("chunk", [4, None])
-@pytest.mark.parametrize("between", [{}, {"scale": 0.3}, {"cap": 3.0}, {"scale": 0.3, "cap": 1.0}], ids=str)
-@pytest.mark.parametrize("weigh", [None, "dpace"])
+@pytest.mark.parametrize(
+    ("chunk", "between"),
+    [(4, {}), (None, {}), (4, {"scale": 0.3}), (None, {"cap": 3.0}), (4, {"scale": 0.3, "cap": 1.0})],
+    ids=str,
+)
+@pytest.mark.parametrize("weigh", ["all alike", "dpace", "chains"])
 def test_terms_and_their_gradients_are_the_definition_s_in_float64(weights, own, chunk, between, weigh):
-    """And the rows that are said to be the draft's most likely are."""
+    """And the rows that are said to be the draft's most likely are.
+
+    Pass k of the chain that begins at slot t reads slot t + k - 1.
+    """
     predictions, features, counts, head = problem()
     heads = [torch.randn(head.shape, generator=torch.Generator().manual_seed(1))] if own else []
     wide, head = [x.detach().double().requires_grad_() for x in (*predictions, *heads)], head.double()
     given, between = (wide[:3], features.double(), counts, head), between | {"draft_head": wide[3] if own else None}
-    by = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
-    near = partial(close, sums=3, dtype=torch.float32 if weigh else None)  # of dpace the chances are in float32
-    spec = {"terms": weights, "chunk": chunk, "slot_weights": weigh}
-    ours = pass_losses(*given, **between, **spec, given={"pass_weights": by})
-    slot_weights = naive.dpace(*given, **between) if weigh else None
+    by, slot_weights, options = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64), None, {}
+    near = partial(close, sums=3, dtype=torch.float32 if weigh == "dpace" else None)  # the chances are in float32
+    spec = {"terms": weights, "chunk": chunk, "slot_weights": "dpace" if weigh == "dpace" else None}
+    if weigh == "dpace":
+        slot_weights = naive.dpace(*given, **between)
+    elif weigh == "chains":
+        chains = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) * (torch.arange(18).view(2, 9) % 3 > 0)
+        slot_weights, options = [pad(chains, (k, 0))[:, :9] for k in range(3)], {"chains": chains}
+    ours = pass_losses(*given, **between, **spec, given=options | {"pass_weights": by})
     twin = naive.pass_losses(weights, *given, **between, slot_weights=slot_weights)
     assert near(ours.weighted, twin)
     assert close(sum(weight * ours.by_term[name] for name, weight in weights.items()), ours.weighted)

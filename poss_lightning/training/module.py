@@ -61,7 +61,7 @@ class DraftModule(lightning.LightningModule):
             Only in training.
         gamma: weight of a pass relative to the one before.
         optimizer: "adamw"; or "muon" for all matrices but a head, with AdamW for the rest. Muon needs fewer steps to
-            the same loss, and whole matrices in each process; processes share the work of its step.
+            the same loss, and whole matrices in each process.
         learning_rate: maximum, at the end of warm-up.
         betas: of AdamW.
         weight_decay: of both optimizers.

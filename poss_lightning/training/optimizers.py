@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -19,7 +18,7 @@ MAX_NAMED = 64  # conversations in a message
 
 
 def make_optimizer(draft: DraftModel, options: Mapping[str, Any], trainer: lightning.Trainer) -> Optimizer:
-    """AdamW, or Muon whose work the processes share; `options` are those of `DraftModule`."""
+    """AdamW or Muon; `options` are those of `DraftModule`."""
     adamw_args: dict[str, Any] = {
         "lr": options["learning_rate"],
         "betas": tuple(options["betas"]),
@@ -30,7 +29,7 @@ def make_optimizer(draft: DraftModel, options: Mapping[str, Any], trainer: light
     if options["optimizer"] == "adamw":
         return torch.optim.AdamW(draft.parameters(), **adamw_args)
     heads = [draft.lm_head.weight] if draft.config.own_head else []
-    return Muon(draft.parameters(), **adamw_args, heads=heads, rank=trainer.global_rank, world=trainer.world_size)
+    return Muon(draft.parameters(), **adamw_args, heads=heads)
 
 
 def runs_fused(trainer: lightning.Trainer) -> bool:
@@ -71,7 +70,6 @@ class Muon(torch.optim.Optimizer):
         params: undivided parameters.
         lr, weight_decay: of both.
         heads: matrices among `params` that AdamW takes.
-        rank, world: of the processes that have the same parameters and gradients, and share the work of a step.
         adamw: other arguments of AdamW.
     """
 
@@ -81,11 +79,8 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.0,
         heads: Sequence[Tensor] = (),
-        rank: int = 0,
-        world: int = 1,
         **adamw,
     ):
-        self.rank, self.world = rank, world
         params, head_ids = list(params), {id(head) for head in heads}
         matrices = [p for p in params if p.ndim == 2 and id(p) not in head_ids]
         others = [p for p in params if p.ndim != 2 or id(p) in head_ids]
@@ -101,27 +96,10 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         vectors, matrices = self.param_groups  # a checkpoint that was loaded has replaced groups and state
         self.adamw.state = self.muon.state = self.state
-        self.adamw.param_groups = [vectors]
+        self.adamw.param_groups, self.muon.param_groups = [vectors], [matrices]
         self.adamw.step()
-        self._step_matrices(matrices)
-        return loss
-
-    @torch.no_grad()
-    def _step_matrices(self, group: dict) -> None:
-        """Take the steps of every `world`-th matrix, and send these matrices to the other processes."""
-        matrices = [p for p in group["params"] if p.grad is not None]
-        matrices.sort(key=lambda p: min(p.shape) * (2 * p.numel() + min(p.shape) ** 2), reverse=True)  # by FLOPs
-        self.muon.param_groups = [group | {"params": matrices[self.rank :: self.world]}]
         self.muon.step()
-        sent = []
-        for i, p in enumerate(matrices if self.world > 1 else []):
-            if (owner := i % self.world) != self.rank:
-                if not (state := self.state[p]):
-                    state["momentum_buffer"] = torch.zeros_like(p)
-                state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])  # as any process may write a checkpoint
-            sent.append(dist.broadcast(p, owner, async_op=True))
-        for work in sent:
-            work.wait()  # pyright: ignore[reportOptionalMemberAccess] every process is in the group
+        return loss
 
 
 class NormGuard:

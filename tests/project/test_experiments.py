@@ -3,12 +3,10 @@
 import gzip
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 
@@ -51,14 +49,6 @@ def test_all_records_are_read_and_every_experiment_has_a_readme():
         assert (folder / "README.md").is_file() and f"[{folder.name}]({folder.name}/README.md)" in index
 
 
-def test_the_lab_is_made_from_files_of_a_checkout_without_history():
-    made = subprocess.run(["make", "-n", "lab"], cwd=EXPERIMENTS.parent, capture_output=True, text=True, check=True)
-    lines = [line for line in made.stdout.splitlines() if "runs/lab" in line]
-    read = [word for line in lines for word in line.split() if word.endswith(".jsonl.gz") and "runs/" not in word]
-    assert len(read) == 4 and all((EXPERIMENTS.parent / name).is_file() for name in read)
-    assert not any("git " in line for line in lines)
-
-
 def test_no_prompt_of_our_suites_is_in_the_training_text():
     asked = {turn for question in read_suites() for turn in question.turns}
     with gzip.open(EXPERIMENTS / "data" / "varied.jsonl.gz", "rt", encoding="utf-8") as lines:
@@ -73,31 +63,6 @@ def test_the_shipped_drafts_are_those_of_the_published_figures(name):
     (run,) = read_runs(read_rounds(EXPERIMENTS / "shipped" / "eval" / f"choice={method}")).values()
     draft = load_draft(name).to(torch.bfloat16)
     assert describe_draft(draft)["weights"] == run["methods"][method]["weights"]
-
-
-def test_a_gguf_file_is_rounded_to_bfloat16_and_keeps_its_metadata(tmp_path):
-    """What llama.cpp reads has the weights of our copy of the target."""
-    source, rounded = tmp_path / "source.gguf", tmp_path / "rounded.gguf"
-    matrix, norm = (torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in ((4, 64), (64,)))
-    packed = gguf.quants.quantize(matrix.numpy(), gguf.GGMLQuantizationType.Q4_1)
-    writer = gguf.GGUFWriter(source, "llama")
-    writer.add_token_list(["a", "b"])
-    writer.add_rope_freq_base(1e5)
-    writer.add_tensor("blk.0.ffn_up.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-    writer.add_tensor("blk.0.attn_norm.weight", norm.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    runpy.run_path(str(EXPERIMENTS / "speed" / "others.py"))["write_bfloat16"](source, rounded)
-
-    before, after = gguf.GGUFReader(source), gguf.GGUFReader(rounded)
-    for name in ("tokenizer.ggml.tokens", "llama.rope.freq_base", "general.architecture"):
-        assert after.fields[name].contents() == before.fields[name].contents()
-    for old, new in zip(before.tensors, after.tensors, strict=True):
-        plain, found = (gguf.quants.dequantize(tensor.data.copy(), tensor.tensor_type) for tensor in (old, new))
-        assert (torch.from_numpy(found) == torch.from_numpy(plain).bfloat16().float()).all()
-    assert [tensor.tensor_type.name for tensor in after.tensors] == ["BF16", "F32"]
 
 
 @pytest.mark.nightly

@@ -70,8 +70,13 @@ def has(name: str, member: str) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_what_is_named_exists(document):
+def test_what_is_named_exists_in_lines_of_at_most_120_characters(document):
+    """Tables and indented commands may be longer."""
     text = BLOCK.sub("", document.read_text())
+    for line in text.splitlines():
+        assert len(line) <= 120 or line.lstrip().startswith("|") or line.startswith("    "), line
+    for name in {*DOTTED.findall(document.read_text())}:
+        assert locate(name) is not None, f"{name} is nowhere"
     for name, member in CLASS.findall(text):
         assert name in everything() or name in ELSEWHERE or hasattr(callbacks, name), f"{name} is nowhere"
         assert not member or name not in everything() or has(name, member), f"{name} has no {member}"
@@ -83,19 +88,6 @@ def test_what_is_named_exists(document):
         if (module := PACKAGE / file).is_file():
             for name in re.findall(r"`(\w+)", names):
                 assert name in definitions(module), f"{file} has no {name}"
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_dotted_name_is_found_where_it_says(document):
-    for name in {*DOTTED.findall(document.read_text())}:
-        assert locate(name) is not None, f"{name} is nowhere"
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_line_of_prose_has_at_most_120_characters(document):
-    """Tables and indented commands may be longer."""
-    for line in BLOCK.sub("", document.read_text()).splitlines():
-        assert len(line) <= 120 or line.lstrip().startswith("|") or line.startswith("    "), line
 
 
 def test_an_example_in_a_docstring_has_the_section_that_the_site_draws_as_code():

@@ -1,14 +1,10 @@
-"""Muon: one optimizer equals torch's two, and resumes from a checkpoint; processes share the steps."""
+"""Muon: one optimizer equals torch's two, and resumes from a checkpoint."""
 
 import copy
-import os
-from pathlib import Path
 
-import pytest
 import torch
 
 from poss_lightning.training.optimizers import Muon
-from tests.support.processes import forked
 
 SHAPES = [(24, 64), (64, 24), (32, 32)]
 OPTIONS = {"lr": 0.01, "weight_decay": 0.1}
@@ -42,20 +38,10 @@ def test_matrices_take_torch_s_muon_and_vectors_and_heads_adamw():
     assert not any(map(torch.equal, ours, parameters()))
 
 
-def share_steps(folder: Path) -> None:
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo")
-    made, plain = [], torch.optim.Muon.step
-    torch.optim.Muon.step = lambda muon: (made.append([p.shape for p in muon.param_groups[0]["params"]]), plain(muon))
-    torch.save(take_steps(rank=rank, world=2), folder / f"{rank}.pt")
-    assert made == 4 * [[[(32, 32), (64, 24)], [(24, 64)]][rank]]  # each about as much work, the most first
-    torch.distributed.destroy_process_group()
-
-
-def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tensor]:
+def take_steps(stored_after: int | None = None) -> list[torch.Tensor]:
     """Parameters and momenta after four steps; after some, the state of a new optimizer is the stored one."""
     own = parameters()
-    options = {"betas": (0.9, 0.95), **OPTIONS, **share}
+    options = {"betas": (0.9, 0.95), **OPTIONS}
     optimizer = Muon(own, **options)
     for seed in range(4):
         if seed == stored_after:
@@ -63,14 +49,6 @@ def take_steps(stored_after: int | None = None, **share: int) -> list[torch.Tens
             optimizer.load_state_dict(stored)
         step(seed, own, optimizer)
     return [*(p.detach() for p in own), *(optimizer.state[p]["momentum_buffer"] for p in own[:3])]
-
-
-@pytest.mark.nightly
-def test_two_processes_take_the_steps_of_one_bitwise(tmp_path):
-    forked(2, share_steps, tmp_path)
-    alone = take_steps()
-    for rank in range(2):
-        assert all(map(torch.equal, torch.load(tmp_path / f"{rank}.pt"), alone))
 
 
 def test_a_stored_state_resumes_bitwise():

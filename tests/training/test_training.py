@@ -33,7 +33,6 @@ from poss_lightning.training.callbacks import DraftFolders, Throughput
 from poss_lightning.training.dashboard import Dashboard
 from poss_lightning.training.module import DraftModule
 from poss_lightning.training.unrolled import unrolled_losses
-from tests.support import naive
 from tests.support.decoders import speculate, tokens_of
 from tests.support.talks import BLOCK, EAGLE3
 from tests.support.tiny import tiny_target
@@ -184,24 +183,6 @@ def test_answers_too_short_for_a_round_do_not_end_a_training(store, tmp_path, mo
         )
     assert trainer.global_step == 2 and not (tmp_path / "draft-best").exists() and (tmp_path / "draft-last").exists()
     assert "val/tau_tree" not in (tmp_path / "metrics.csv").read_text()
-
-
-@pytest.mark.parametrize("size", [200, None])
-def test_an_own_head_learns_within_its_vocabulary(inner, size):
-    """Where the target's most likely token is in the vocabulary, and from the target's distribution over it."""
-    lightning.seed_everything(0)
-    module = DraftModule([2, 2], inner, **EAGLE3, vocabulary_size=size)
-    batch = batch_of(inner, (5, 30), module.aux_layers)
-    assert batch.draft_input.shape[-1] == 3 * batch.features.shape[-1]
-    losses, predictions = unrolled_losses(module.draft, module.embed_head, batch, 4, module.loss)
-    whole = batch.mask.passes
-    known = torch.arange(320) if size is None else module.draft.vocabulary
-    counts = whole * torch.isin(batch.target_argmax[:, 1:], known)
-    assert counts.any() and torch.equal(counts, whole) == (size is None)
-    read = [module.draft.norm(prediction) for prediction in predictions]
-    given = read, batch.features[:, 1:], counts, module.embed_head.head
-    expected = naive.pass_losses({"token": 1.0}, *given, draft_head=module.draft.lm_head.weight)
-    assert close(losses.weighted, expected, sums=4 * LAYER)
 
 
 def test_an_own_head_keeps_the_vocabulary_of_its_start(inner, tmp_path):
