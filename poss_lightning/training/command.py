@@ -7,13 +7,11 @@ import logging
 import os
 import warnings
 from argparse import ArgumentError
-from collections.abc import Mapping
 from contextlib import ExitStack
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, Literal
 
-import pandas as pd
 import torch
 import yaml
 from lightning import Trainer
@@ -98,7 +96,7 @@ class Training(LightningCLI):
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Without `weights_only`, as a checkpoint is never unpickled, and `verbose`, Lightning's own table."""
+        """Without `weights_only`, as nothing is ever unpickled, and `verbose`, without which nothing is printed."""
         ours = {"ckpt_path", "weights_only", "verbose"}
         return {name: LightningCLI.subcommands()[name] | ours for name in COMMANDS}
 
@@ -192,10 +190,9 @@ class Training(LightningCLI):
             super()._run_subcommand(subcommand)
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """Lightning's own defaults would unpickle a checkpoint at an address, and print a table of all digits."""
-        arguments = super()._prepare_subcommand_kwargs(subcommand)
-        arguments |= {"ckpt_path": self.options.ckpt_path, "weights_only": True}
-        return arguments | ({"verbose": False} if subcommand == "validate" else {})
+        """Lightning's own default would unpickle a checkpoint at an address."""
+        own = {"ckpt_path": self.options.ckpt_path, "weights_only": True}
+        return super()._prepare_subcommand_kwargs(subcommand) | own
 
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,25 +208,6 @@ class Training(LightningCLI):
     def before_validate(self) -> None:
         if not self.options.ckpt_path and self.options.model.start_from is None:
             raise ValueError("no --ckpt_path, and a draft of random weights: give a training's checkpoints/last.ckpt")
-
-    def after_validate(self) -> None:
-        if self.trainer.is_global_zero:
-            print(tabulate(self.trainer.callback_metrics))
-
-
-def tabulate(logged: Mapping[str, Any]) -> str:
-    """Lay out logged values, three digits each: a row per metric, mean and depths as columns; τ last.
-
-    Args:
-        logged: by tag: `val_loss/depth_1` and `val_loss/mean`, as `log_by_depth` names them, or `val/loss`.
-    """
-    rows: dict[str, dict[str, str]] = {}
-    for tag, value in sorted(logged.items(), key=lambda item: ("tau" in item[0], item[0])):
-        name, _, depth = tag.rpartition("/")
-        row, column = (name, depth) if depth == "mean" or depth.startswith("depth_") else (tag, "mean")
-        rows.setdefault(row, {})[column] = f"{float(value):#.3g}"
-    table = pd.DataFrame.from_dict(rows, orient="index").fillna("")
-    return table[sorted(table, key=lambda name: (len(name), name))].to_string()
 
 
 class _SaveConfig(SaveConfigCallback):

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from poss_lightning.losses.terms import DISTRIBUTION_TERMS
-from poss_lightning.training.command import tabulate
 from poss_lightning.work import Work
 from tests.support.command import left, run_in, says
 from tests.support.documents import ROOT, blocks
@@ -161,22 +160,7 @@ def test_a_validation_without_a_checkpoint_is_that_of_the_start(poss, inputs):
     start = ("--model.start_from", inputs / "draft", "--trainer.logger", "false")
     result = poss("validate", *small, *SHORT, *start)
     assert result.code is None
-    head, *lines = (line.split() for line in result.out.splitlines())
-    assert head == ["mean", "depth_1", "depth_2"] and all(len(values) <= 3 for _, *values in lines)
-    assert [name for name, *_ in lines[-2:]] == ["val/tau_chain", "val/tau_tree"]
-    assert {"val_loss", "val_pos_acc_tree", "val_drift_cosine"} < {name for name, *values in lines if len(values) == 3}
-
-
-def test_a_validation_is_a_table():
-    logged = {"val/tau_tree": 2.5, "val/loss": 15.625, "val_loss/mean": 0.05, "mine": 2.0}
-    logged |= {f"val_loss/depth_{k}": k / 3 for k in (1, 3)}  # no slot has depth 2
-    assert tabulate(logged).splitlines() == [
-        "                mean depth_1 depth_3",
-        "mine            2.00                ",
-        "val/loss        15.6                ",
-        "val_loss      0.0500   0.333    1.00",
-        "val/tau_tree    2.50                ",
-    ]
+    assert all(name in result.out for name in ("val/tau_tree", "val_loss/depth_2", "val_drift_cosine/mean"))
 
 
 def test_a_callback_adds_a_loss_term(poss, small, tmp_path, monkeypatch):
