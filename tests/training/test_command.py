@@ -102,16 +102,11 @@ def test_a_training_killed_before_its_first_checkpoint_starts_over(begin, tmp_pa
     assert torch.load(tmp_path / LAST, weights_only=True)["global_step"] == 2
 
 
-def start_slurm(monkeypatch) -> None:
-    """Pretend to be the only task of a job."""
-    for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():
-        monkeypatch.setenv(f"SLURM_{name}", str(value))
-
-
 def test_slurm_must_start_all_processes_and_a_requeued_job_resumes_in_its_folder(
     poss, small, tmp_path, monkeypatch, caplog
 ):
-    start_slurm(monkeypatch)
+    for name, value in {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7}.items():  # its only task
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
     caplog.set_level("INFO")
     two = poss("fit", *small, *ONE, "--trainer.devices", "2")
     says(two, "fit", "trainer.devices is 2 and trainer.num_nodes 1, but the processes started are 1: srun --ntasks-per")

@@ -112,25 +112,17 @@ def test_a_rate_that_lightning_finds_is_the_one_that_is_trained_with(store, tmp_
     assert same(found, fit(store, tmp_path, model={"learning_rate": rate}, batch_tokens=64)[0])
 
 
-def validate(trainer, module, data) -> None:
-    trainer.validate(module, data, verbose=False)
-
-
 def measure(trainer, module, data) -> None:
     """By the trainer of the fit, and by a different one; and a test store twice."""
     for each in (trainer, quiet_trainer()):
-        validate(each, module, data)
+        each.validate(module, data, verbose=False)
         each.test(module, data, verbose=False)
     trainer.test(module, data, verbose=False)
 
 
-def test_a_validation_before_a_fit_changes_nothing(store, tmp_path, plain):
-    assert same(plain, fit(store, tmp_path, before=measure)[0])
-
-
-@pytest.mark.parametrize("options", [EAGLE3, BLOCK | {"allocation": [4]}], ids=["eagle3", "block"])
-def test_a_draft_of_another_kind_is_validated_fitted_and_tested_too(inner, tmp_path, options):
-    first, trainer = fit(inner, tmp_path, before=validate, model=options)
+@pytest.mark.parametrize("options", [{}, EAGLE3, BLOCK | {"allocation": [4]}], ids=["eagle2", "eagle3", "block"])
+def test_what_is_measured_before_a_fit_changes_nothing(inner, tmp_path, options):
+    first, trainer = fit(inner, tmp_path, before=measure, model=options)
     trainer.test(trainer.lightning_module, trainer.datamodule, verbose=False)
     assert same(first, fit(inner, tmp_path, model=options)[0])
 

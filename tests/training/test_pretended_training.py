@@ -25,7 +25,7 @@ from poss_lightning.evaluation.probe import Replay
 from poss_lightning.features.datamodule import FeatureDataModule
 from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.features.store import FeatureStore
-from poss_lightning.features.stream import Batch, collate
+from poss_lightning.features.stream import collate
 from poss_lightning.features.writing import tokenize
 from poss_lightning.target_model.model import Target
 from poss_lightning.training.callbacks import StepBar, Throughput
@@ -191,11 +191,6 @@ def test_a_replay_waits_once_a_round(device, stores, monkeypatch):
     assert len(rounds) > 10 and sum("stored_rounds.py" in wait for wait in device.waits) < 1.5 * len(rounds)
 
 
-def padded(source) -> Batch:
-    """Packed rows, with padding."""
-    return collate([[source[0], source[20]], [source[39]]])
-
-
 @pytest.mark.parametrize(("kind", "stored"), [("eagle2", "exact"), ("eagle3", "float8")])
 def test_a_store_holds_the_hosts_features(device, make_store, kind, stored):
     """Extraction: the forward is done on the device, and what is kept comes from there."""
@@ -212,7 +207,8 @@ def test_online_features_are_the_hosts(device):
     online = OnlineFeatures(target, tokenize(target, talks(), 128)).select(LAYERS["eagle3"])
     found = []
     for where in ("cpu", DEVICE):
-        batch = move_data_to_device(padded(online), torch.device(where))
+        rows = [[online[0], online[20]], [online[39]]]  # packed, with padding
+        batch = move_data_to_device(collate(rows), torch.device(where))
         online.fill(batch)  # moves the target
         device.waits.clear()
         filled = online.fill(batch)
