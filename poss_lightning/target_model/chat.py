@@ -1,5 +1,6 @@
 """Chat: conversations -> token ids, the spans that the assistant wrote, and the tokens that stop it."""
 
+import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from poss_lightning.target_model.answers import Answer, AnswerFinder
 from poss_lightning.target_model.spelling import Spelling
 from poss_lightning.target_model.template import MARK, Message, Template, Variables
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Chat:
             found = sorted((span, i) for i, span in spans.items() if i in remaining and span[0] < span[1])
             texts.insert(0, Rendered(tokens, [span for span, _ in found], [i for _, i in found]))
             remaining -= spans.keys()
+            self._warn_of_end(texts[0], messages)
         return texts
 
     def prompt(self, messages: list[Message], variables: Variables | None = None) -> list[int]:
@@ -140,6 +144,14 @@ class Chat:
 
     def _guarded(self, messages: list[Message], variables: Variables | None) -> tuple[list[Message], dict[str, Any]]:
         return list(map(self._spelling.guard_message, messages)), self._spelling.guard(dict(variables or {}))
+
+    def _warn_of_end(self, text: Rendered, messages: list[Message]) -> None:
+        """Say once that an answer has no stop token at its end."""
+        for (_, stop), i in zip(text.spans, text.answers, strict=True):
+            ends = text.tokens[stop - 1] in self.stops or messages[i].get("finish_reason") == "length"
+            if not ends and not self.template.warned_of_end:
+                stops, self.template.warned_of_end = ", ".join(self._stop_texts), True
+                logger.warning("message %d ends without a stop token (%s): drafts do not learn such ends", i, stops)
 
     # --- tokens ---
 

@@ -61,6 +61,7 @@ class Template:
         used = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if name in self._source}
         self.digest = hashlib.sha256(json.dumps([self._source, used], sort_keys=True).encode()).hexdigest()[:16]
         self.opens_answers = "add_generation_prompt" in self._source
+        self.warned_of_end = False  # that no stop token ends an answer
 
     def freeze(self, earlier: Variables) -> None:
         """Take the date of work that began on an earlier day, unless the user has given one."""
@@ -131,10 +132,9 @@ class Template:
             return frozenset(stops)
         if last and last == earlier:
             stops.add(added[last])
-        elif after[1] and added.get(earlier) not in stops:
-            found = earlier or repr("".join(after[1])[:40])
-            reason = "stands after an answer where the chat continues, and is not a stop token"
-            logger.warning("%s %s: a draft does not learn where answers end", found, reason)
+        elif earlier and not last and added[earlier] not in stops:
+            logger.warning("%s stands after an answer where the chat continues, and is not a stop token", earlier)
+            self.warned_of_end = True
         return frozenset(stops)
 
     def find_roles(self) -> set[str]:
