@@ -22,7 +22,8 @@ HOW = (
     "give responses of vLLM's server started with --per-request-spec-decode-metrics detailed, of SGLang's /generate "
     "with spec_correct_drafts_histogram, or AIPerf's profile_export.jsonl of --export-level records"
 )
-STREAM = b"data:"  # before each event
+DATA = b"data:"  # before each event of a saved stream, which may have other lines
+STREAM = re.compile(rb"(data|event|id|retry)?:")
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)_total\{(.*)\} (\S+)", re.MULTILINE)
 LABEL = re.compile(r'(model_name|position)="([^"]*)"')
 GAUGE = re.compile(r'(?:^sglang:spec_accept_length(?:\{.*\})?|"avg_spec_accept_length":) *([\d.e+-]+)', re.MULTILINE)
@@ -109,13 +110,18 @@ def read_engine(file: Path) -> "list[AnswerRow]":
 
 
 def _read_answers(file: Path) -> list[Answer]:
-    """Read the answers of a file. Chunks of a stream have the id of their answer, and the last of them counts."""
+    """Read the answers of a file. Chunks of a stream have the id of their answer, and the last of them counts.
+
+    Each has the rounds of those before it. What has the same id and lacks some of these rounds is a different answer.
+    """
     answers: dict[Any, Answer] = {}
     for number, line in _records(file):
         try:
             response: Any = parse_line(line) if isinstance(line, bytes) else line
             id = response.get("id") or (response.get("meta_info") or {}).get("id") or number
-            answers[id] = Answer(number, response.get("metadata") or {}, *_count([response]))
+            answer = Answer(number, response.get("metadata") or {}, *_count([response]))
+            is_other = id in answers and Counter(answers[id].accepted) - Counter(answer.accepted)
+            answers[(id, number) if is_other else id] = answer
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{file}, line {number}: {reprlib.repr(line)} does not say what each round accepted ({error}): {HOW}"
@@ -124,11 +130,12 @@ def _read_answers(file: Path) -> list[Answer]:
 
 
 def _records(file: Path) -> Iterator[tuple[int, object]]:
-    """Yield the records of a file, or of a saved stream, whose lines begin with `data:`."""
+    """Yield the records of a file, or of a saved stream, of which they are the lines that begin with `data:`."""
     with file.open("rb") as lines:
-        if lines.read(len(STREAM)) == STREAM:
-            events = (line.removeprefix(STREAM).strip() for line in (STREAM + lines.read()).splitlines())
-            yield from ((number, event) for number, event in enumerate(events, 1) if event not in (b"", b"[DONE]"))
+        if STREAM.match(lines.readline()):
+            lines.seek(0)
+            events = ((number, line[len(DATA) :].strip()) for number, line in enumerate(lines, 1) if line[:5] == DATA)
+            yield from ((number, event) for number, event in events if event not in (b"", b"[DONE]"))
             return
     try:
         yield from file_records(file)

@@ -65,6 +65,8 @@ FORMS = {
     "SGLang's earlier name": lines(*(sglang(rounds, "spec_accept_histogram") for rounds in ROUNDS)),
     "SGLang's chat": lines(*map(chat, ROUNDS)),
     "a saved stream": stream(*ANSWERS),
+    "a stream with names of events": ": ping\n\n" + stream(*ANSWERS).replace("data:", "event: chunk\ndata:"),
+    "answers with one id": lines(*(answer | {"id": "same"} for answer in ANSWERS)),
     "requests that failed or had no drafts": lines({"metrics": None, "choices": []}, vllm([], False), *ANSWERS),
 }
 
