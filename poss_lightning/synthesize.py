@@ -4,8 +4,10 @@ A draft should learn from its target's own answers, and be replayed on them: tex
 answer is kept as the tokens that were written: tokenising its text again might give others.
 """
 
+import gzip
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from inspect import signature
 from itertools import count, islice
 from pathlib import Path
@@ -16,15 +18,15 @@ from tqdm import tqdm
 
 from poss_lightning.corpus.formats import report_left_out
 from poss_lightning.corpus.sampling_record import last_draws
-from poss_lightning.corpus.writer import CorpusWriter, Messages
 from poss_lightning.evaluation.suites import Question, digest, read_suites
+from poss_lightning.files import atomic, check_file, check_new
 from poss_lightning.ranges import Count, PositiveFloat, Rows, Seed, Temperature, Tokens, TopP, check_numbers
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.options import TargetOptions
 from poss_lightning.target_model.template import Message
-from poss_lightning.work import begun_with
+from poss_lightning.work import Work, begun_with
 
 DEFAULT_CONVERSATIONS, NO_LIMIT = 2000, 10**9  # without and with prompts
 SEEDS = 1_000_003  # of batches, between two seeds of the user's
@@ -34,6 +36,8 @@ PATIENCE = 10  # batches in a row without a new conversation, after which it giv
 # Options of messages that the target writes as the user.
 UNPROMPTED = ("turns", "user_temperature", "user_tokens", "openings")
 RESUMABLE = ("out", "prompts", "conversations", "target", "strict")  # options in which a resumed run may differ
+NO_ROOM = "the answer is empty, or {} tokens of context have no room for prompt and answer"
+Messages = list[Message]
 Choice = tuple[Sampling, int]  # how tokens are chosen, and how many at most
 Write = Callable[[int, list[Question]], list[Messages]]  # a numbered batch: a conversation per question
 
@@ -88,36 +92,50 @@ def synthesize(
     for name in UNPROMPTED if prompts is not None else ():
         if options[name] != signature(synthesize).parameters[name].default:
             raise ValueError(f"{name} is {options[name]}; it has no effect with prompts, which are the user's messages")
-    corpus, first_words = CorpusWriter(out), read_openings(openings)
+    check_file(out, ".jsonl", ".jsonl.gz")
+    work, first_words = Work(f"{out}.parts", out=out), read_openings(openings)
+    if not work.folder.exists():  # with both, an earlier run was killed at its very end
+        check_new(out)
     questions = [] if prompts is None else read_suites(prompts, conversations or NO_LIMIT, strict)
     model = where.load()
-    template = model.chat.template
+    template, context = model.chat.template, model.spec.context
     settings = {"target": where.target, **options, "dtype": model.dtype_name, "fingerprint": model.spec.fingerprint}
     settings |= {"openings": first_words, "chat_template_kwargs": template.variables}
-    template.freeze(begun_with(corpus.work.folder).get("chat_template_kwargs", {}))
+    template.freeze(begun_with(work.folder).get("chat_template_kwargs", {}))
     loop, answer = PlainDecoder(model), (Sampling(temperature, top_p=top_p), answer_tokens)
     user = (Sampling(user_temperature, top_p=top_p), user_tokens) if prompts is None else None
 
     def write(number: int, batch: list[Question]) -> list[Messages]:
-        draws = torch.Generator().manual_seed(seed * SEEDS + number)
-        return corpus.batch(number, lambda: _write_batch(loop, batch, user, answer, batch_size, draws))
+        """Return the conversations of a batch, from a killed run or written now."""
+        if (written := work.receipt(part := f"{number:06d}")) is None:
+            draws = torch.Generator().manual_seed(seed * SEEDS + number)
+            work.write_receipt(part, written := _write_batch(loop, batch, user, answer, batch_size, draws))
+        return written
 
-    if prompts is not None:
-        return _answer(corpus, model, questions, write, BATCHES_PER_PART * batch_size, settings, strict)
-    if turns * (user_tokens + answer_tokens) >= model.spec.context:
-        raise ValueError(
-            f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {model.spec.context} that "
-            f"{model.spec.name} reads: lower turns, user_tokens or answer_tokens"
+    if prompts is None:
+        if turns * (user_tokens + answer_tokens) >= context:
+            raise ValueError(
+                f"{turns} turns of {user_tokens} + {answer_tokens} tokens do not fit the {context} that "
+                f"{model.spec.name} reads: lower turns, user_tokens or answer_tokens"
+            )
+        chooser, total = random.Random(seed), conversations or DEFAULT_CONVERSATIONS
+        beginnings = ([chooser.choice(first_words or [""]), *[""] * (turns - 1)] for _ in count())
+        records = _new_conversations(model, beginnings, write, batch_size, seed)
+        records = islice(tqdm(records, "synthesize", total, unit="conversation"), total)
+        why = (
+            f"the target wrote no new conversation in {PATIENCE} batches, after {{}} of them: ask for fewer, or change "
         )
-    chooser, total = random.Random(seed), conversations or DEFAULT_CONVERSATIONS
-    beginnings = ([chooser.choice(first_words or [""]), *[""] * (turns - 1)] for _ in count())
-    with corpus.claim(settings):
-        new = islice(_new_conversations(corpus, beginnings, write, batch_size), total)
-        records = [
-            _record(model, f"{seed}-{number:06d}", messages, {})
-            for number, messages in enumerate(tqdm(new, "synthesize", total, unit="conversation"))
-        ]
-        corpus.finish(records)
+        why += "its tokens or the openings"
+    else:
+        lengths, total = _prompt_lengths(model, questions, strict), 1
+        settings["questions"] = digest([questions[i] for i in lengths])
+        records = _answers(model, questions, lengths, write, BATCHES_PER_PART * batch_size)
+        why = f"all {len(lengths)} questions are left out: {NO_ROOM.format(context)}"
+    work.settings = settings
+    written = _write_corpus(work, Path(out), records, total, why)
+    print(f"{out}: {written} conversations")
+    if prompts is not None and written < len(lengths):
+        print(f"{out}: {len(lengths) - written} of {len(lengths)} questions are left out: {NO_ROOM.format(context)}")
 
 
 def read_openings(file: str | None) -> list[str]:
@@ -133,19 +151,24 @@ def read_openings(file: str | None) -> list[str]:
     return openings
 
 
-def _answer(
-    corpus: CorpusWriter,
-    target: Target,
-    questions: list[Question],
-    write: Write,
-    size: int,
-    settings: Mapping[str, Any],
-    strict: bool,
-) -> None:
-    """Write a corpus of the target's answers, in the order of the questions, `size` of them in a batch.
+def _write_corpus(work: Work, out: Path, records: Iterable[dict], fewest: int, why: str) -> int:
+    """Write the records, and return their number; ValueError with `why` if there are fewer than that."""
+    if not begun_with(work.folder):
+        check_new(out)  # another process may have just finished it
+    with work.exclusive(wait=False):
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]
+        if len(lines) >= fewest:
+            text = "".join(lines).encode()
+            with atomic(out) as path:
+                path.write_bytes(gzip.compress(text, 9, mtime=0) if out.suffix == ".gz" else text)
+        work.clear()
+    if len(lines) < fewest:
+        raise ValueError(why.format(len(lines)))
+    return len(lines)
 
-    A question that the chat template refuses is left out, unless `strict`.
-    """
+
+def _prompt_lengths(target: Target, questions: list[Question], strict: bool) -> dict[int, int]:
+    """Return the length in tokens of each question's first prompt, by its number, without those that are refused."""
     lengths, refused = {}, []
     for i, question in enumerate(questions):
         try:
@@ -154,28 +177,27 @@ def _answer(
         except ValueError as error:
             refused.append(f"{question}: {error}")
     report_left_out("{} questions that the target cannot read", refused, len(questions), strict)
+    return lengths
+
+
+def _answers(
+    target: Target, questions: list[Question], lengths: dict[int, int], write: Write, size: int
+) -> Iterator[dict]:
+    """Yield records of the target's answers, in the order of the questions, `size` of which are a batch."""
     # Each of a batch costs as much as the longest. The longest go first: what does not fit the memory fails at once.
-    order = sorted(lengths, key=lambda i: lengths[i], reverse=True)
-    with corpus.claim({**settings, "questions": digest([questions[i] for i in order])}):
-        written: dict[int, Messages] = {}
-        for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
-            part = order[start : start + size]
-            written |= zip(part, write(number, [questions[i] for i in part]), strict=True)
-        named = ((questions[i], written[i]) for i in lengths if written[i])
-        records = [_record(target, f"{one.suite}/{one.id}", messages, one.template) for one, messages in named]
-        why = f"the answer is empty, or {target.spec.context} tokens of context have no room for prompt and answer"
-        if not records:
-            corpus.work.clear()
-            raise ValueError(f"all {len(order)} questions are left out: {why}")
-        corpus.finish(records)
-        if left_out := len(order) - len(records):
-            print(f"{corpus.out}: {left_out} of {len(order)} questions are left out: {why}")
+    order, written = sorted(lengths, key=lambda i: lengths[i], reverse=True), dict[int, Messages]()
+    for number, start in enumerate(tqdm(range(0, len(order), size), unit="part", desc="answer")):
+        part = order[start : start + size]
+        written |= zip(part, write(number, [questions[i] for i in part]), strict=True)
+    for i in lengths:
+        if written[i]:
+            yield _record(target, f"{questions[i].suite}/{questions[i].id}", written[i], questions[i].template)
 
 
 def _new_conversations(
-    corpus: CorpusWriter, beginnings: Iterator[list[str]], write: Write, size: int
-) -> Iterator[Messages]:
-    """Yield conversations with distinct first messages for as long as the target writes new ones.
+    target: Target, beginnings: Iterator[list[str]], write: Write, size: int, seed: int
+) -> Iterator[dict]:
+    """Yield records of conversations with distinct first messages for as long as the target writes new ones.
 
     `beginnings` are of the user's messages, which the target continues.
     """
@@ -185,15 +207,11 @@ def _new_conversations(
         before = len(firsts)
         for messages in write(number, [Question("", i, "", turns) for i, turns in enumerate(islice(beginnings, size))]):
             if messages and messages[0]["content"] not in firsts:
+                yield _record(target, f"{seed}-{len(firsts):06d}", messages, {})
                 firsts.add(messages[0]["content"])
-                yield messages
         without_new = 0 if len(firsts) > before else without_new + 1
         if without_new == PATIENCE:
-            corpus.work.clear()
-            raise ValueError(
-                f"the target wrote no new conversation in {PATIENCE} batches, after {len(firsts)} of them: "
-                + ("ask for fewer" if firsts else "change its tokens, or the openings")
-            )
+            return
 
 
 @torch.inference_mode()

@@ -75,7 +75,7 @@ def test_a_killed_run_resumes_and_ends_with_the_same_file(answer, tmp_path):
 
 def test_all_rows_of_a_file_are_asked(tmp_path, tiny_folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(module, "_answer", lambda corpus, model, questions, *rest: asked.extend(questions))
+    monkeypatch.setattr(module, "_answers", lambda model, questions, *rest: asked.extend(questions) or [{}])
     (tmp_path / "many.jsonl").write_text('{"id": 7, "prompt": "a"}\n' * 90)
     synthesize(str(tmp_path / "out.jsonl"), prompts=str(tmp_path / "many.jsonl"), target=tiny_folder, dtype="float32")
     assert [question.id for question in asked] == [7, *(f"7#{number}" for number in range(2, 91))]
