@@ -46,14 +46,12 @@ def choose_device(name: str = "auto") -> str:
 
 
 def choose_dtype(name: str, device: str) -> str:
-    """The dtype of that name; for `auto` that of `fast_dtype`, which is logged. Raises ValueError for other names."""
+    """The dtype of that name; for `auto` that of `fast_dtype`. Raises ValueError for other names."""
     if name in DTYPES:
         return name
     if name != "auto":
         raise ValueError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-    dtype, reason = fast_dtype(device)
-    _log_once(f"{dtype}: {reason}")
-    return dtype
+    return fast_dtype(device)
 
 
 def choose_precision(accelerator: str, dtype: str = "auto") -> str:
@@ -81,20 +79,19 @@ def check_kernel_tools() -> None:
 
 
 @cache
-def fast_dtype(device: str) -> tuple[str, str]:
-    """Return the dtype that a device multiplies fastest, as it reports it, and the reason in words.
+def fast_dtype(device: str) -> str:
+    """Return the dtype that a device multiplies fastest, as it reports it, and log the reason once.
 
     Many CPUs only store bfloat16, and take two to five times as long to multiply it.
     """
     kind = torch.device(device).type
     if kind == "cuda":
         name, (major, _) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        if major >= 8:
-            return "bfloat16", f"{name} multiplies it fast"
-        return ("float16" if major == 7 else "float32"), f"{name} has no fast bfloat16"
-    if kind == "cpu" and not multiplies_bfloat16():
-        return "float32", "this CPU has no instructions that multiply bfloat16"
-    return "bfloat16", f"this {kind.upper()} multiplies it"
+        dtype = "bfloat16" if major >= 8 else "float16" if major == 7 else "float32"
+    else:
+        name, dtype = f"this {kind.upper()}", "float32" if kind == "cpu" and not multiplies_bfloat16() else "bfloat16"
+    logger.info("%s: %s multiplies %s", dtype, name, "it fast" if dtype == "bfloat16" else "no bfloat16, or slowly")
+    return dtype
 
 
 def multiplies_bfloat16() -> bool:
@@ -150,8 +147,3 @@ def synchronize(device: str | torch.device) -> None:
         torch.cuda.synchronize(device)
     elif kind == "mps":
         torch.mps.synchronize()
-
-
-@cache
-def _log_once(line: str) -> None:
-    logger.info(line)

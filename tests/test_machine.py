@@ -14,7 +14,6 @@ from poss_lightning import machine
 def empty_caches():
     """Whatever was chosen or logged before, a test chooses and logs anew."""
     machine.fast_dtype.cache_clear()
-    machine._log_once.cache_clear()
     yield
     machine.fast_dtype.cache_clear()
 

@@ -130,6 +130,24 @@ def _fold(q, k, v, seen, top, norm, total, scale):
 
 
 @triton.jit
+def _join(top, norm, total, other_top, other_norm, other_total):
+    """Join two parts of the keys: of each the highest score (R,), the norm (R, 16) and the sum of values (R, d)."""
+    higher = tl.maximum(top, other_top)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight, other_weight = tl.exp2(top - base)[:, None], tl.exp2(other_top - base)[:, None]
+    return higher, norm * weight + other_norm * other_weight, total * weight + other_total * other_weight
+
+
+@triton.jit
+def _load(highest, norms, sums, rows, real, d, D):
+    """Load what `_context` stored of a split."""
+    lane = tl.arange(0, 16)[None]
+    top = tl.load(highest + rows, mask=real, other=float("-inf"))
+    norm = tl.load(norms + rows[:, None] + lane, mask=real[:, None] & (lane == 0), other=0.0)
+    return top, norm, tl.load(sums + rows[:, None] * D + d[None], mask=real[:, None] & (d < D)[None], other=0.0)
+
+
+@triton.jit
 def _context(
     q, k, v, sums, highest, norms, lengths, depths, scale, n, G, KV, splits, q_b, q_h, q_n, k_b, k_h, k_s, depth_b,
     D: tl.constexpr, D_POW2: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
@@ -179,20 +197,28 @@ def _tail(
     length = tl.load(lengths + b).to(tl.int32)
     position = length + tl.load(depths + b * depth_b + node).to(tl.int32)
     edge = length // TILE * TILE
-    g, d, first = tl.arange(0, GROUP), tl.arange(0, D_POW2), (tl.arange(0, 16) == 0)[None]
+    g, d = tl.arange(0, GROUP), tl.arange(0, D_POW2)
     real = g < G
     wide = real[:, None] & (d < D)[None]
     query = tl.load(q + b * q_b + (head * G + g)[:, None] * q_h + node * q_n + d[None], mask=wide, other=0.0)
-    # 1. What `_context` has of the split that the last tiles continue.
-    last, begun = edge // SPLIT, edge % SPLIT != 0
-    of_node = pair.to(tl.int64) * splits * n * G + node * G + g
-    source = of_node + last * n * G
-    top0 = tl.load(highest + source, mask=real & begun, other=float("-inf"))
-    norm0 = tl.load(norms + source[:, None] + tl.arange(0, 16)[None], mask=(real & begun)[:, None] & first, other=0.0)
-    sum0 = tl.load(sums + source[:, None] * D + d[None], mask=wide & begun, other=0.0)
+    # 1. The splits that `_context` has whole, in order, and what it has of the one that the last tiles continue.
+    last, stored = edge // SPLIT, pair.to(tl.int64) * splits * n * G + node * G + g
+    none, no_norm = tl.full((GROUP,), float("-inf"), tl.float32), tl.zeros((GROUP, 16), tl.float32)
+    nothing = tl.zeros((GROUP, D_POW2), tl.float32)
+    top, norm, total = none, no_norm, nothing
+    for split in range(last):
+        part_top, part_norm, part_total = _load(highest, norms, sums, stored + split * n * G, real, d, D)
+        top, norm, total = _join(top, norm, total, part_top, part_norm, part_total)
+    part_top, part_norm, part_total = none, no_norm, nothing
+    if edge % SPLIT != 0:
+        part_top, part_norm, part_total = _load(highest, norms, sums, stored + last * n * G, real, d, D)
     # 2. The last tiles; the second may begin a split of its own.
     for tile in tl.static_range(2):
-        positions = edge + tile * TILE + tl.arange(0, TILE)
+        begin = edge + tile * TILE
+        if begin % SPLIT == 0:
+            top, norm, total = _join(top, norm, total, part_top, part_norm, part_total)
+            part_top, part_norm, part_total = none, no_norm, nothing
+        positions = begin + tl.arange(0, TILE)
         depth = positions - length
         seen = positions <= position
         if WINDOW > 0:
@@ -201,28 +227,8 @@ def _tail(
         slots = tl.where(depth < 0, positions, length + new).to(tl.int64)
         from_slots, there = b * k_b + head * k_h + slots[:, None] * k_s + d[None], seen[:, None] & (d < D)[None]
         key, value = tl.load(k + from_slots, mask=there, other=0.0), tl.load(v + from_slots, mask=there, other=0.0)
-        if tile == 0:
-            top0, norm0, sum0 = _fold(query, key, value, seen[None], top0, norm0, sum0, scale)
-        else:
-            fresh, none = (edge + TILE) % SPLIT == 0, float("-inf")
-            top1, norm1, sum1 = tl.where(fresh, none, top0), tl.where(fresh, 0.0, norm0), tl.where(fresh, 0.0, sum0)
-            top1, norm1, sum1 = _fold(query, key, value, seen[None], top1, norm1, sum1, scale)
-            top0, norm0, sum0 = tl.where(fresh, top0, top1), tl.where(fresh, norm0, norm1), tl.where(fresh, sum0, sum1)
-            top1, norm1, sum1 = tl.where(fresh, top1, none), tl.where(fresh, norm1, 0.0), tl.where(fresh, sum1, 0.0)
-    # 3. All splits, in order.
-    top = tl.maximum(top0, top1)
-    for split in range(last):
-        top = tl.maximum(top, tl.load(highest + of_node + split * n * G, mask=real, other=float("-inf")))
-    top = tl.where(top == float("-inf"), 0.0, top)  # rows that are no head
-    norm, total = tl.zeros((GROUP, 16), tl.float32), tl.zeros((GROUP, D_POW2), tl.float32)
-    for split in range(last):
-        part = of_node + split * n * G
-        weight = tl.exp2(tl.load(highest + part, mask=real, other=float("-inf")) - top)[:, None]
-        part_norm = norms + part[:, None] + tl.arange(0, 16)[None]
-        norm += weight * tl.load(part_norm, mask=real[:, None] & first, other=0.0)
-        total += weight * tl.load(sums + part[:, None] * D + d[None], mask=wide, other=0.0)
-    weight0, weight1 = tl.exp2(top0 - top)[:, None], tl.exp2(top1 - top)[:, None]
-    norm, total = norm + weight0 * norm0 + weight1 * norm1, total + weight0 * sum0 + weight1 * sum1
-    one_norm = tl.sum(tl.where(first, norm, 0.0), 1)  # one number and zeros
+        part_top, part_norm, part_total = _fold(query, key, value, seen[None], part_top, part_norm, part_total, scale)
+    top, norm, total = _join(top, norm, total, part_top, part_norm, part_total)
+    one_norm = tl.sum(tl.where((tl.arange(0, 16) == 0)[None], norm, 0.0), 1)  # one number and zeros
     at = out + ((b * n + node) * G * KV + head * G + g)[:, None] * D + d[None]
     tl.store(at, (total / one_norm[:, None]).to(out.dtype.element_ty), mask=wide)
