@@ -102,12 +102,8 @@ class Target(nn.Module):
 
         Args:
             name: "embedded", a local folder, or a hub id.
-            dtype: "auto" for what the device multiplies fastest, "bfloat16", "float16" or "float32"; None for the dtype
-                of its files.
-            device: "auto" for "cuda", else "mps", else "cpu"; or one of these.
-            parallel: "none" for one device; "layers" to spread its layers over all GPUs.
+            dtype, device, parallel, chat_template_kwargs: see `TargetOptions`; a dtype of None is that of its files.
             spared: with "layers", number of a GPU that gets none.
-            chat_template_kwargs: variables of the chat template, as {"enable_thinking": False}.
             exact: see `Target`.
 
         Raises:
