@@ -10,15 +10,11 @@ import pytest
 from lightning.pytorch import callbacks
 
 import poss_lightning
+from tests.support.documents import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "poss_lightning"
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "api").glob("*.md")),
-    *sorted((ROOT / "notebooks").glob("*.md")),
-]
+PAGES = [page for page in DOCUMENTS if not page.is_relative_to(ROOT / "experiments")]
+PAGES += sorted((ROOT / "docs" / "api").glob("*.md"))
 
 BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 CLASS = re.compile(r"`([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)(?:\.(\w+))?(?:\([^`\n]*)?`")  # and a member of it
@@ -69,7 +65,7 @@ def has(name: str, member: str) -> bool:
     return member in members or any(has(base, member) for base in members & everything().keys() - {name})
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_named_exists_in_lines_of_at_most_120_characters(document):
     """Tables and indented commands may be longer."""
     text = BLOCK.sub("", document.read_text())

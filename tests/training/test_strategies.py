@@ -79,11 +79,9 @@ def trained(request, sources, tmp_path_factory) -> Path:
 
 def command(out: Path, store: str, strategy: str, layer: str | dict) -> dict:
     """What the command line is given for two CPU ranks."""
-    place = {"save_dir": str(out), "name": f"{strategy}.yaml", "version": ""}
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "log_every_n_steps": 1}
-    trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None}
-    trainer |= {"logger": {"class_path": "TensorBoardLogger", "init_args": place}}
-    options = {"data": {"store": store, "validation": 0.2}, "trainer": trainer}
+    trainer |= {"val_check_interval": 2, "check_val_every_n_epoch": None, "default_root_dir": str(out)}
+    options = {"name": f"{strategy}.yaml", "data": {"store": store, "validation": 0.2}, "trainer": trainer}
     often = "--checkpoint.init_args.every_n_train_steps=1"
     fit = [*command_line("draft/poss3.yaml", layer, options), often]
     return {"strategy": strategy, "fit": fit, "last": str(out / f"{strategy}.yaml" / "checkpoints" / "last.ckpt")}
@@ -92,8 +90,7 @@ def command(out: Path, store: str, strategy: str, layer: str | dict) -> dict:
 def runs(out: Path, strategy: str, other: str, eagle3: dict) -> list[dict]:
     world = 1 if strategy == "one" else 2
     settings = {"2": {}, "4": {}, "bf16": {"precision": "bf16-mixed"}, "eagle3": eagle3}
-    for name, begun in (("again", strategy), ("from-other", other)):
-        settings[name] = {"resume": str(out / begun / "4" / "step=2.ckpt")}
+    settings["from-other"] = {"resume": str(out / other / "4" / "step=2.ckpt")}
     common = {"strategy": strategy, "world": world}
     return [
         {**common, **more, "folder": str(out / strategy / name), "accumulate": (2 if name == "2" else 4) // world}
@@ -146,12 +143,6 @@ def test_bfloat16_stays_near(trained, reference, strategy):
     moments = [state[name] for state in stored["optimizer_states"][0]["state"].values() for name in ("exp_avg", "step")]
     assert {value.dtype for value in floats + moments} == {torch.float32}
     assert any((value != value.bfloat16()).any() for value in floats)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_resumed_run_ends_with_the_weights_of_an_unbroken_one(trained, strategy):
-    unbroken, again = weights(trained / strategy / "4"), weights(trained / strategy / "again")
-    assert all(torch.equal(value, again[name]) for name, value in unbroken.items())
 
 
 @pytest.mark.parametrize("precision", ["4", "bf16"])
