@@ -104,7 +104,8 @@ def step_flops(config: DraftConfig, *, vocabulary: int, tokens: int, slots: int,
     inputs = 0 if config.detach else depth - 1  # passes whose `fc` hands a gradient on to the pass before
     fc = 2 * layers * width * width if layers else (2 * depth + inputs) * 2 * width * width
     specialists = 3 * depth * (joined * queried + width * (queried + 3 * inner))  # queries; output and gated MLP
-    keys_values = 3 * len(config.kv_pairs(depth)) * joined * 2 * shared
+    sets = {(config.kv_specialist(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}  # of keys and values
+    keys_values = 3 * len(sets) * joined * 2 * shared
     attention = 3 * depth * 2 * queried * context  # scores and values
     return 2 * tokens * (fc + specialists + keys_values + attention) + 2 * slots * head
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from poss_lightning.decoding.drafting import TreeDrafter, top_log_probs
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, root_tree
-from poss_lightning.draft.block import Block, begin_blocks
+from poss_lightning.draft.block import Block
 from poss_lightning.draft.rope import apply_rope
 from poss_lightning.sampling import Noise
 from poss_lightning.target_model.grouped_attention import grouped_attention
@@ -37,7 +37,7 @@ class BlockDrafter(TreeDrafter):
         offsets = torch.arange(tokens.shape[1], device=tokens.device) - counts[:, None]  # (B, n) from the new lengths
         context = self.specialists.fuse(draft_input.to(self.specialists.fc.weight.dtype))  # (B, n, D)
         keys, values = self._project(context, 0, len(self.kv_weights))  # (L, B, kv heads, n, d)
-        keys = torch.stack([layer.k_norm(k) for layer, k in zip(self.specialists.stack, keys, strict=True)])
+        keys = torch.stack([layer.k_norm(k) for layer, k in zip(self.specialists.layers, keys, strict=True)])
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + offsets)
         self.store.write(slice(None), self.slots.flat_index(offsets), apply_rope(keys, rope), values)
 
@@ -59,13 +59,13 @@ class BlockDrafter(TreeDrafter):
 
     def block_logits(self, root: Tensor) -> Tensor:
         """Return logits of all positions of the block after the newest tokens: (B, 1) -> (B, K, V)."""
-        hidden = begin_blocks(self.specialists, self.embed_head.embed(root)[:, 0])  # (B, P, D)
+        hidden = self.specialists.begin(self.embed_head.embed(root)[:, 0])  # (B, P, D)
         index = torch.arange(hidden.shape[1], device=hidden.device)
         rope = self.specialists.rope_at(self.slots.lengths[:, None] + index)
         self.slots.open(len(index))
         whole_block = index.new_ones(1, len(index), len(index), dtype=torch.bool)
         mask = self.slots.tree_mask(whole_block, self.specialists.config.window)
-        for number, layer in enumerate(self.specialists.stack):
+        for number, layer in enumerate(self.specialists.layers):
             queries = layer.queries(hidden, rope)
             self.store.write(number, self.slots.index, *layer.keys_values(hidden, rope))
             keys, values = self.store.view(number, self.slots.extent)

@@ -5,7 +5,6 @@ with which the diagonals join the softmax afterwards. Backward computes the scor
 time, so memory grows linearly in T. On CUDA the block is FlexAttention's.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -51,8 +50,7 @@ def attend(
         so they are finite; no pass that counts reads them.
     """
     keys, values = context
-    block = block_on(queries.device)
-    attended, norm = block(queries, keys, values, len(diagonals), packing, window)  # (B, H, T, d), (B, H, T)
+    attended, norm = causal_block(queries, keys, values, len(diagonals), packing, window)  # (B, H, T, d), (B, H, T)
     if not diagonals:
         return attended
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # (B, kv, H/kv, T, d)
@@ -74,19 +72,18 @@ def _shift_right(x: Tensor, steps: int) -> Tensor:
     return (x.roll(steps, 2) if steps else x)[:, :, None]
 
 
-def block_on(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Choose the function that computes the causal block on this device."""
-    return flex_block if device.type == "cuda" else causal_block
-
-
 def causal_block(
     queries: Tensor, keys: Tensor, values: Tensor, skip: int, packing: Packing, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend to the slots t - window < s <= t - skip of the same conversation, some queries at a time.
 
+    On CUDA this is `flex_block`.
+
     Returns:
         The output (B, H, T, d) and the logarithm of the softmax's norm (B, H, T), float32; 0 in the padding.
     """
+    if queries.device.type == "cuda":
+        return flex_block(queries, keys, values, skip, packing, window)
     return _CausalBlock.apply(queries, keys, values, skip, packing.lengths, window)
 
 

@@ -219,10 +219,6 @@ class DraftConfig(DraftOptions):
         """
         return self.specialist_at(first if self.kv == "shared" else position)
 
-    def kv_pairs(self, depth: int) -> set[tuple[int, int]]:
-        """List (specialist, m) whose keys and values of the set z^m are read within `depth` passes."""
-        return {(self.kv_specialist(k, m + 1), m) for k in range(1, depth + 1) for m in range(k)}
-
     # --- its file ---
 
     def to_json(self) -> str:

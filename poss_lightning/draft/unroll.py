@@ -25,17 +25,6 @@ from poss_lightning.draft.specialists import DraftModel
 class Chain(DraftModel):
     """A draft that reads what it predicted, so that each position follows from the one before."""
 
-    def forward(
-        self,
-        embedded: Tensor,
-        draft_input: Tensor,
-        depth: int,
-        packing: Packing | None = None,
-        begins: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Call `unroll`, which begins everywhere: one call per step, for strategies that shard or wrap the draft."""
-        return unroll(self, embedded, draft_input, depth, packing)
-
     def join(self, embedded: Tensor, features: Tensor) -> Tensor:
         """Make z of a slot from the token on its right and the feature on its left: (B, T, D) each -> (B, T, Z)."""
         return torch.cat([embedded.to(features.dtype), features], dim=-1)
@@ -44,43 +33,48 @@ class Chain(DraftModel):
         """Return what `join` takes at the next position of what was predicted here: (B, T, D) -> (B, T, D)."""
         return predicted
 
+    def forward(
+        self,
+        embedded: Tensor,
+        draft_input: Tensor,
+        depth: int,
+        packing: Packing | None = None,
+        begins: Tensor | None = None,
+    ) -> list[Tensor]:
+        """Unroll `depth` passes over rows of conversations.
 
-def unroll(
-    draft: Chain, embedded: Tensor, draft_input: Tensor, depth: int, packing: Packing | None = None
-) -> list[Tensor]:
-    """Run `depth` passes over rows of conversations.
+        Args:
+            embedded: (B, T, D), embeddings of the token to the right of each slot, x_{t+1}.
+            draft_input: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
+            depth: number of passes K.
+            packing: which conversation a slot belongs to; None for one per row, without padding.
+            begins: of block drafts; an unroll begins everywhere.
 
-    Args:
-        embedded: (B, T, D), embeddings of the token to the right of each slot, x_{t+1}.
-        draft_input: (B, T, R), what the draft reads of the target: f_t, or inner layers (with noise, in training).
-        depth: number of passes K.
-        packing: which conversation a slot belongs to; None for one per row, without padding.
-
-    Returns:
-        K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
-        earlier values are finite, and no valid slot reads them.
-    """
-    draft.config.check_depth(depth)
-    batch, count, _ = draft_input.shape
-    packing = packing or Packing.one_per_row(batch, count, draft_input.device)
-    rope = draft.rope_at(packing.positions)
-    z = [draft.join(embedded, draft.fuse(draft_input))]  # z^0, z^1, ..., (B, T, Z) each
-    keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set, so that each is computed once
-    outputs: list[Tensor] = []
-    for k in range(1, depth + 1):
-        makers = [draft.config.kv_specialist(k, m + 1) for m in range(k)]
-        for m, maker in enumerate(makers):
-            if (maker, m) not in keys_values:
-                keys_values[maker, m] = draft.layers[maker].keys_values(z[m], rope)
-        context, *drafted = (keys_values[maker, m] for m, maker in enumerate(makers))
-        layer = draft.layers[draft.config.specialist_at(k)]
-        queries = layer.queries(z[k - 1], rope)
-        # i slots to the left is set k-1-i
-        attended = attend(queries, context, drafted[::-1], packing, draft.config.window)
-        outputs.append(layer.after_attention(z[k - 1], attended))
-        if k < depth:
-            features = draft.next_features(outputs[-1])
-            features = features.detach() if draft.config.detach else features
-            shifted = torch.cat([features[:, :1], features[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
-            z.append(draft.join(embedded, shifted))
-    return outputs
+        Returns:
+            K tensors (B, T, D): pass k at slot t predicts f_{t+1}. It is valid from the k-th slot of a conversation on;
+            earlier values are finite, and no valid slot reads them.
+        """
+        self.config.check_depth(depth)
+        batch, count, _ = draft_input.shape
+        packing = packing or Packing.one_per_row(batch, count, draft_input.device)
+        rope = self.rope_at(packing.positions)
+        z = [self.join(embedded, self.fuse(draft_input))]  # z^0, z^1, ..., (B, T, Z) each
+        keys_values: dict[tuple[int, int], KeysValues] = {}  # by specialist and set, so that each is computed once
+        outputs: list[Tensor] = []
+        for k in range(1, depth + 1):
+            makers = [self.config.kv_specialist(k, m + 1) for m in range(k)]
+            for m, maker in enumerate(makers):
+                if (maker, m) not in keys_values:
+                    keys_values[maker, m] = self.layers[maker].keys_values(z[m], rope)
+            context, *drafted = (keys_values[maker, m] for m, maker in enumerate(makers))
+            layer = self.layers[self.config.specialist_at(k)]
+            queries = layer.queries(z[k - 1], rope)
+            # i slots to the left is set k-1-i
+            attended = attend(queries, context, drafted[::-1], packing, self.config.window)
+            outputs.append(layer.after_attention(z[k - 1], attended))
+            if k < depth:
+                features = self.next_features(outputs[-1])
+                features = features.detach() if self.config.detach else features
+                shifted = torch.cat([features[:, :1], features[:, :-1]], dim=1)  # F^k_t = output of pass k at slot t-1
+                z.append(self.join(embedded, shifted))
+        return outputs

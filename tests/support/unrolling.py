@@ -11,7 +11,6 @@ from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.attention import Packing
 from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.draft.specialists import DraftModel
-from poss_lightning.draft.unroll import unroll
 from poss_lightning.target_model.cache import Slots
 from poss_lightning.target_model.model import Target
 
@@ -80,7 +79,7 @@ def unroll_what_is_drafted(target: Target, draft: DraftModel) -> tuple[Tensor, T
     drafter.step = lambda *arguments: stepped.append(step(*arguments)) or stepped[-1]
     chain = drafter.draft(tokens[:, -1:], plan).tokens[:, 1:]  # (1, K)
     padded = torch.cat([features, features.new_zeros(1, depth, features.shape[-1])], dim=1)
-    passes = unroll(draft, target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
+    passes = draft(target.embed_head.embed(torch.cat([tokens, chain], dim=1)), padded, depth)
     unrolled = torch.stack([output[0, start + k] for k, output in enumerate(passes)])  # (K, D)
     drafted = torch.stack([features[0, 0] for features, _ in stepped])
     return unrolled, drafted, torch.equal(draft.logits(unrolled, target.embed_head).argmax(-1), chain[0])
