@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from poss_lightning.corpus.readers import read_conversations
-from poss_lightning.features.shards import TokenizedText
+from poss_lightning.features.shards import TargetReader, TokenizedText, greedy_tokens
 from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import Sample
 from poss_lightning.features.stream import Batch
@@ -21,7 +20,6 @@ from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.placement import Parallel
 from poss_lightning.target_model.spec import EmbedHead
 
-LOGIT_SLOTS = 256  # slots whose logits exist at once
 REPORT_EVERY_BATCHES = 64  # after which the host asks which of their texts were left out
 
 logger = logging.getLogger(__name__)
@@ -77,7 +75,8 @@ class OnlineFeatures(SampleSource):
         """Compute a sample's draft input, on the GPU of this process if it has one: (T, R)"""
         device = choose_device()
         self._move_target(own_gpu(local_rank()) if device == "cuda" else device)
-        return self._forward(torch.tensor([self.texts[index].tokens], device=self.model.device))[1][0]
+        read = TargetReader(self.model, self.layers).read([self.texts[index].tokens])
+        return read.layers.flatten(1) if self.layers else read.features
 
     def select(self, layers: tuple[int, ...]) -> "OnlineFeatures":
         self.model.check_layers(layers)
@@ -95,38 +94,34 @@ class OnlineFeatures(SampleSource):
 
     @torch.no_grad()  # not inference_mode: autograd keeps the features
     def fill(self, batch: Batch) -> Batch:
-        """Fill in features, the draft's input, and the target's most likely tokens wherever a pass counts.
+        """Fill in features, the draft's input, and the target's most likely tokens in the answers.
 
         Nothing counts in a text whose features are not finite: it is left out, and `report` names it.
         """
         device = batch.tokens.device
         self._move_target(device)
-        parts, lengths = batch.parts(), np.concatenate(batch.lengths)
+        parts, lengths, reader = batch.parts(), np.concatenate(batch.lengths), TargetReader(self.model, self.layers)
         width = self.target.hidden_size
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
+        argmax, passes = batch.target_argmax.clone(), batch.mask.passes.clone()
+        kept = torch.zeros(len(parts), dtype=torch.bool, device=device)
         for group in group_by_length(lengths):
-            texts = pad_sequence([batch.tokens[parts[i]] for i in group], batch_first=True)
-            computed = self._forward(texts.to(self.model.device))
-            for i, row, draft_input in zip(group, *computed, strict=True):
-                features[parts[i]], inputs[parts[i]] = row[: lengths[i]], draft_input[: lengths[i]]
-        finite = features.isfinite().all(-1) & inputs.isfinite().all(-1)  # (B, T)
-        rows, argmax, sound = features.flatten(0, 1), batch.target_argmax.flatten(), finite.view(-1)
-        slots = batch.mask.slots  # of rows with a slot less than tokens; a slot's token is the one on its right
-        for tokens in (slots + slots // (finite.shape[1] - 1) + 1).split(LOGIT_SLOTS):
-            best = self.model.logits(rows[tokens].to(self.model.device)).max(-1)
-            argmax = argmax.index_copy(0, tokens, best.indices.to(device))
-            sound[tokens] &= best.values.isfinite().to(device)
-        kept = torch.stack([finite[part].all() for part in parts])
+            read = reader.read([batch.tokens[parts[i]] for i in group])
+            sizes = lengths[group].tolist()
+            found = *read, *greedy_tokens(self.model, read, sizes, [batch.spans[i] for i in group])
+            for i, *text in zip(group, *(values.split(sizes) for values in found), strict=True):
+                own, layers, greedy, finite = (values.to(device) for values in text)
+                kept[i] = is_kept = finite.all()
+                features[parts[i]] = own.where(is_kept, 0)
+                if self.layers:
+                    inputs[parts[i]] = layers.flatten(1).where(is_kept, 0)
+                argmax[parts[i]] = greedy.where(is_kept, -1)
+                passes[parts[i]] *= is_kept
         self._filled.append((batch.ids, kept))
         if len(self._filled) == REPORT_EVERY_BATCHES:
             self.report()
-        for part, keep in zip(parts, kept, strict=True):
-            finite[part] = keep
-        for values in {id(each): each for each in (features, inputs)}.values():
-            values.masked_fill_(~finite[..., None], 0)
-        mask = replace(batch.mask, passes=batch.mask.passes.where(finite[:, :-1], 0))
-        argmax = argmax.view_as(finite).where(finite, -1)
+        mask = replace(batch.mask, passes=passes)
         return replace(batch, features=features, draft_input=inputs, target_argmax=argmax, mask=mask)
 
     def report(self) -> None:
@@ -140,11 +135,6 @@ class OnlineFeatures(SampleSource):
     def _move_target(self, device: torch.device | str) -> None:
         if not self.model.spans_devices and self.model.device != torch.device(device):
             self.model.move(device)
-
-    def _forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute features and the draft's input: (B, T) -> (B, T, D), (B, T, R)."""
-        features, outputs = self.model.text_layers(tokens, self.layers)
-        return features, outputs.flatten(2) if self.layers else features
 
 
 def group_by_length(lengths: np.ndarray) -> list[list[int]]:

@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from poss_lightning.features.stream import Batch, PlannedBatch, answer_slots, collate
-from poss_lightning.losses.mask import count_step_slots
+from poss_lightning.features.stream import Batch, PlannedBatch, collate, step_totals
 from poss_lightning.terminal import announced
 
 GRACE = 60  # seconds for which a loader still works after SIGTERM
@@ -153,8 +152,7 @@ class Schedule(Sampler[PlannedBatch]):
 
     def _step(self, batches: list[list[int]]) -> list[PlannedBatch]:
         samples = [i for batch in batches for i in batch]
-        answers = np.concatenate([answer_slots(self.lengths[i], self.spans[i]) for i in samples])
-        step = count_step_slots(answers), torch.tensor(int(self.lengths[samples].sum())), self.step_batches
+        step = step_totals(self.lengths[samples].tolist(), [self.spans[i] for i in samples], self.step_batches)
         idle = PlannedBatch([min(samples, key=lambda i: self.lengths[i])], False, *step)
         return [PlannedBatch(batch, True, *step) for batch in batches] + [idle] * (self.step_batches - len(batches))
 
@@ -204,7 +202,7 @@ def _outlive_signals(worker: int) -> None:
 
 
 class _Reader(Dataset[Batch]):
-    """A data set for `DataLoader`, whose indices are planned batches."""
+    """A data set whose indices are planned batches."""
 
     def __init__(self, source):
         self.source = source

@@ -1,15 +1,15 @@
 """A shard of a store: who computes its columns, and how it is written."""
 
 import json
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +19,7 @@ from poss_lightning.features.manifest import FileEntry, encode, schema
 from poss_lightning.files import atomic
 from poss_lightning.target_model.model import Target
 
-pc: Any = pyarrow.compute  # its functions are made at run time, so type checkers do not see them
+LOGIT_SLOTS = 256  # slots whose logits exist at once
 
 
 class TextFeatures(NamedTuple):
@@ -46,8 +46,8 @@ class TargetReader:
     def __init__(self, target: Target, layers: tuple[int, ...]):
         self.target, self.layers = target, layers
 
-    def read(self, texts: list[list[int]]) -> TextFeatures:
-        padded = pad_sequence([torch.tensor(text) for text in texts], batch_first=True)  # (B, T)
+    def read(self, texts: Sequence[list[int] | Tensor]) -> TextFeatures:
+        padded = pad_sequence([torch.as_tensor(text) for text in texts], batch_first=True)  # (B, T)
         read = self.target.text_layers(padded.to(self.target.device), self.layers)  # (B, T, …) each
         return TextFeatures(
             *(torch.cat([row[: len(text)] for row, text in zip(rows, texts, strict=True)]) for rows in read)
@@ -100,7 +100,8 @@ def read_batch(reader: Reader, batch: list[TokenizedText], stored: str) -> pa.Re
     read = reader.read([text.tokens for text in batch])
     vectors = {"features": read.features, "layers": read.layers} if reader.layers else {"features": read.features}
     columns = {name: encode(joined, stored).to("cpu", non_blocking=True) for name, joined in vectors.items()}
-    greedy, finite = _greedy(reader.target, read, batch).cpu()  # waits for the copies above, too
+    found = greedy_tokens(reader.target, read, lengths, [text.spans for text in batch])
+    greedy, finite = torch.stack(found).cpu()  # waits for the copies above, too
     rows = {
         "id": [text.id for text in batch],
         "conversation": [text.conversation for text in batch],
@@ -121,17 +122,27 @@ def _binary(joined: Tensor, lengths: list[int]) -> pa.LargeBinaryArray:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(lengths), buffers)
 
 
-def _greedy(target: Target, read: TextFeatures, batch: list[TokenizedText]) -> Tensor:
-    """Return (2, tokens): the most likely next token at every slot before an assistant's token, elsewhere -1; and
-    whether all that the target computed at a slot is finite.
+def greedy_tokens(
+    target: Target, read: TextFeatures, lengths: Iterable[int], spans: Iterable[list[tuple[int, int]]]
+) -> tuple[Tensor, Tensor]:
+    """Return the most likely next token at every slot before an assistant's token, elsewhere -1: (tokens,)
+
+    And whether all that the target computed at a slot is finite: (tokens,)
+
+    Args:
+        read: of texts, one after another.
+        lengths: their tokens.
+        spans: what the assistant wrote in each.
     """
     features = read.features
     greedy = torch.full(features.shape[:1], -1, device=features.device)
     finite = features.isfinite().all(-1) & read.layers.isfinite().flatten(1).all(-1)
-    for text, first in zip(batch, accumulate((len(text.tokens) for text in batch), initial=0), strict=False):
-        for start, stop in text.spans:
-            slots = slice(first + max(start, 1) - 1, first + stop - 1)  # no slot lies before a text's first token
-            best = target.logits(features[slots]).max(-1)
-            greedy[slots] = best.indices
-            finite[slots] &= best.values.isfinite()
-    return torch.stack([greedy, finite])
+    for first, written in zip(accumulate(lengths, initial=0), spans, strict=False):
+        for start, stop in written:  # no slot lies before a text's first token
+            end = first + stop - 1
+            for begin in range(first + max(start, 1) - 1, end, LOGIT_SLOTS):
+                slots = slice(begin, min(begin + LOGIT_SLOTS, end))
+                best = target.logits(features[slots]).max(-1)
+                greedy[slots] = best.indices
+                finite[slots] &= best.values.isfinite()
+    return greedy, finite

@@ -8,8 +8,6 @@ from typing import Self
 
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from poss_lightning.machine import SUMS
@@ -80,11 +78,9 @@ class SampleSource:
             raise ValueError(f"vocabulary_size is {size}; it must lie between 1 and the target's {vocabulary}")
         if size == vocabulary:
             return None
-        counts = np.zeros(vocabulary, dtype=np.int64)
         with announced("counting the tokens of the answers"):
-            for index in range(len(self)):
-                for start, stop in self.spans[index]:
-                    np.add.at(counts, self.tokens(index)[start:stop], 1)
+            answers = [self.tokens(i)[start:stop] for i in range(len(self)) for start, stop in self.spans[i]]
+            counts = np.bincount(np.concatenate(answers), minlength=vocabulary)
         return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
 
     def root_mean_square(self) -> Tensor:
@@ -105,14 +101,15 @@ class SampleSource:
 
 def first_of_each(ids: list[str], *keys: Sequence[Hashable]) -> list[str]:
     """Return for each sample the least id of all that share a key with it, directly or through others; "" is no key."""
-    links = []
-    for column in keys:
-        first: dict[Hashable, int] = {}
-        links += [(i, first.setdefault(key, i)) for i, key in enumerate(column) if key]
-    ends = np.array(links, dtype=np.int64).reshape(-1, 2).T
-    group = connected_components(coo_array((np.ones(len(links)), tuple(ends)), (len(ids),) * 2), directed=False)[1]
-    least = {group[i]: ids[i] for i in sorted(range(len(ids)), key=ids.__getitem__, reverse=True)}
-    return [least[each] for each in group]
+    before, least = [], ids
+    while least != before:
+        before = least
+        for column in keys:
+            first: dict[Hashable, str] = {}
+            for key, name in zip(column, least, strict=True):
+                first[key] = min(first.get(key, name), name)
+            least = [first[key] if key else name for key, name in zip(column, least, strict=True)]
+    return least
 
 
 def _digest(tokens: np.ndarray) -> bytes:

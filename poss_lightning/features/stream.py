@@ -72,6 +72,12 @@ def answer_slots(length: int, spans: np.ndarray) -> np.ndarray:
     return np.maximum(stops - starts - 1, 0)
 
 
+def step_totals(lengths: list[int], spans: list[np.ndarray], batches: int) -> tuple[Tensor, Tensor, int]:
+    """Return the slots by pass, the tokens and the batches of an optimizer step, as its `PlannedBatch`es hold them."""
+    answers = np.concatenate([answer_slots(*text) for text in zip(lengths, spans, strict=True)])
+    return count_step_slots(answers), torch.tensor(int(sum(lengths))), batches
+
+
 def count_passes(length: int, spans: np.ndarray) -> Tensor:
     """Count passes (T,): k counts at slot t where x_{t-k+2} ... x_{t+2} lie in one assistant span, so k <= passes[t].
 
@@ -114,13 +120,10 @@ def collate(rows: list[list[Sample]], planned: PlannedBatch | None = None) -> Ba
 
     features = padded([sample.features for sample in samples])
     has_layers = samples[0].layers.shape[1] > 0
+    lengths = [len(sample.tokens) for sample in samples]
     spans = [np.array(sample.spans, dtype=np.int64).reshape(-1, 2) for sample in samples]
-    counts = planned is None or planned.counts
-    passes = padded([count_passes(len(s.tokens), edges) * counts for s, edges in zip(samples, spans, strict=True)])
-    if planned is None:
-        answers = np.concatenate([answer_slots(len(s.tokens), edges) for s, edges in zip(samples, spans, strict=True)])
-        tokens = torch.tensor(sum(len(sample.tokens) for sample in samples))
-        planned = PlannedBatch([], True, count_step_slots(answers), tokens, 1)
+    planned = planned or PlannedBatch([], True, *step_totals(lengths, spans, 1))
+    passes = padded([count_passes(*text) * planned.counts for text in zip(lengths, spans, strict=True)])
     passes = passes[:, :-1].contiguous()
     slots = passes.flatten().nonzero()[:, 0]
     return Batch(
@@ -128,7 +131,7 @@ def collate(rows: list[list[Sample]], planned: PlannedBatch | None = None) -> Ba
         features=features,
         draft_input=padded([sample.draft_input for sample in samples]) if has_layers else features,
         target_argmax=padded([sample.greedy for sample in samples], -1),
-        positions=padded([torch.arange(len(sample.tokens)) for sample in samples]),
+        positions=padded([torch.arange(length) for length in lengths]),
         mask=LossMask(passes, passes.numpy().copy(), slots, *planned[2:]),  # a loader moves the tensor's memory
-        rows=[[PackedText(s.id, len(s.tokens), s.spans if counts else []) for s in row] for row in rows],
+        rows=[[PackedText(s.id, len(s.tokens), s.spans if planned.counts else []) for s in row] for row in rows],
     )
