@@ -99,7 +99,11 @@ class FeatureStore(SampleSource):
         columns, row = self._find(index)
         tokens, greedy = (_values(columns, row, name).astype(np.int64) for name in ("tokens", "greedy"))
         features = self._vectors(columns, row, "features", 1)[:, 0]
-        layers = self._inner(columns, row) if self.layers else features.new_empty(len(tokens), 0, features.shape[1])
+        layers, stored = features.new_empty(len(tokens), 0, features.shape[1]), self.manifest.layers
+        if self.layers:
+            layers = self._vectors(columns, row, "layers", len(stored))
+        if self.layers not in ((), stored):
+            layers = layers[:, [stored.index(layer) for layer in self.layers]]
         return Sample(
             self.ids[index],
             torch.from_numpy(tokens),
@@ -137,12 +141,6 @@ class FeatureStore(SampleSource):
         """Return the batch of a sample and its row there."""
         batch = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._batches[batch], index - int(self._starts[batch])
-
-    def _inner(self, columns: pa.RecordBatch, row: int) -> Tensor:
-        """Read the outputs of the inner layers that samples carry: (T, n, D)"""
-        stored = self.manifest.layers
-        outputs = self._vectors(columns, row, "layers", len(stored))
-        return outputs if self.layers == stored else outputs[:, [stored.index(layer) for layer in self.layers]]
 
     def _vectors(self, columns: pa.RecordBatch, row: int, name: str, count: int) -> Tensor:
         """Copy vectors out of the map, as a tensor may be written to and the files may not: (T, count, D)"""

@@ -130,26 +130,21 @@ def _write_shards(
 ) -> tuple[FileEntry, ...]:
     """Write this rank's shards, then those that no other process is writing; return the entries of all so far."""
     items = list(shards.items())
-    ordered = dict(items[number] for number in order(len(items), rank))
-    _write_missing(ordered, work, reader, stored, rank)
-    if missing := {path: batches for path, batches in ordered.items() if not _is_done(path, work)}:
-        time.sleep(NFS_DELAY_S)  # else each of two machines might think that the other has not finished
-        _write_missing(missing, work, reader, stored, rank)
+    for delay in (0, NFS_DELAY_S):  # else each of two machines might think that the other has not finished
+        missing = [items[number] for number in order(len(items), rank) if not _is_done(items[number][0], work)]
+        if missing and delay:
+            time.sleep(delay)
+        total = sum(len(text.tokens) for _, batches in missing for batch in batches for text in batch)
+        with tqdm(
+            total=total, unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0 or not total
+        ) as bar:
+            for path, batches in missing:
+                if not _is_done(path, work):  # asked before the lock, which would leave a file in a finished store
+                    with work.part(path.stem) as acquired:
+                        if acquired and not _is_done(path, work):
+                            entry, left_out = write_shard(path, reader, batches, stored, bar)
+                            work.write_receipt(path.stem, asdict(entry) | {LEFT_OUT: left_out})
     return tuple(entry for path in shards if (entry := _entry(path, work)))
-
-
-def _write_missing(shards: dict[Path, Shard], work: Work, reader: Reader, stored: str, rank: Rank) -> None:
-    sizes = {path: sum(len(text.tokens) for batch in batches for text in batch) for path, batches in shards.items()}
-    total = sum(sizes.values())
-    with tqdm(total=total, unit="token", unit_scale=True, desc="extract", disable=rank.rank > 0) as bar:
-        for path, batches in shards.items():
-            if not _is_done(path, work):  # asked before the lock, which would leave a file in a finished store
-                with work.part(path.stem) as acquired:
-                    if acquired and not _is_done(path, work):
-                        entry, left_out = write_shard(path, reader, batches, stored, bar)
-                        work.write_receipt(path.stem, asdict(entry) | {LEFT_OUT: left_out})
-                        continue
-            bar.update(sizes[path])
 
 
 def _is_done(path: Path, work: Work) -> bool:

@@ -174,7 +174,7 @@ def _find_allocation(
     """Return the allocation given, or that of a draft of ours; else one layer for the positions stated, or usual."""
     if layout.kind == "block":
         refuse((given is not None, f"allocation is {given}; the file states block_size: leave it out"))
-        return [settings.find_positions(stored)]
+        return [_find_positions(stored)]
     runs = given or settings.mapping(stored, settings.CONFIG_KEY).get("allocation")
     layers = layout.count_layers(tensors)
     refuse(
@@ -186,6 +186,14 @@ def _find_allocation(
     )
     stated = speculators.find_default_positions(stored) if layout.nested else None
     return runs or [stated or (7 if layout.kind == "eagle3" else 6)]
+
+
+def _find_positions(published: dict[str, Any]) -> int:
+    """Return the number of tokens that a block draft proposes: its first place holds the newest token."""
+    size: Any = settings.mapping(published, settings.DFLASH_KEY).get("block_size", published.get("block_size"))
+    allowed = "it must be the places of a block, 2 or more"
+    Checks().expect(type(size) is int and size > 1, "block_size", size, allowed)  # raises
+    return size - 1
 
 
 def _write(draft: Draft, out: Path, output_format: str, target: Target) -> None:

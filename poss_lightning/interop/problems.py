@@ -40,15 +40,14 @@ class Checks:
 
     def expect(self, holds: bool, key: str, value: Any, allowed: str, repair: str = "") -> bool:
         """Return whether a key of config.json is right; ValueError if it is not, and has no repair."""
-        return holds or self.add(Problem(key, value, allowed, repair))
+        return self._note(holds, Problem(key, value, allowed, repair))
 
     def tensor(self, holds: bool, name: str, value: Tensor | None, allowed: str, repair: str = "") -> bool:
         """Return whether a tensor is right; ValueError if it is not, and has no repair."""
-        return holds or self.add(Problem(name, value, allowed, repair, file=""))
+        return self._note(holds, Problem(name, value, allowed, repair, file=""))
 
-    def add(self, problem: Problem) -> bool:
-        """Note a problem that has a repair; ValueError for others."""
-        if not problem.repair:
+    def _note(self, holds: bool, problem: Problem) -> bool:
+        if not holds and not problem.repair:
             raise ValueError(problem)
-        self.problems.append(problem)
-        return False
+        self.problems += [] if holds else [problem]
+        return holds

@@ -37,17 +37,20 @@ SIZES = {  # keys of a draft that its target has, and the field of a target's sp
     "head_dim": "head_dim",
 }
 FOREIGN = ("hidden_size", "vocab_size", "num_target_layers")  # of them, those of which a draft has none of its own
-READ = {*SIZES, *SWITCHES, LAYER_IDS, POST_NORM, EAGLE_KEY, CONFIG_KEY, "architectures", "partial_rotary_factor"}
-READ |= {"hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "draft_vocab_size", "intermediate_size"}
-READ |= {"rms_norm_eps", "layer_types", "sliding_window", "num_hidden_layers"}
+READ = {*SIZES, *SWITCHES, LAYER_IDS, POST_NORM, EAGLE_KEY, CONFIG_KEY, "architectures", "num_hidden_layers"}
+READ |= {"rope_theta", "rope_scaling", "rope_parameters", "draft_vocab_size", "intermediate_size", "rms_norm_eps"}
+READ |= {"layer_types", "sliding_window"}
+SHARE = "partial_rotary_factor"  # also among the rotary angles
 NEUTRAL = {  # values that change nothing
     "attention_mode": "gqa",
     "causal": False,
+    "hidden_act": "silu",
     "input_embedding_scale": 1,
     "is_causal": False,
     "output_multiplier": 1,
     "parallel_draft_step": 1,
     "parallel_drafting": False,
+    SHARE: 1,
     "projector_type": "dflash",
     "use_aux_hidden_state": True,
     "use_mtp": False,
@@ -141,14 +144,6 @@ def parse_config(
     return config
 
 
-def find_positions(published: dict[str, Any]) -> int:
-    """Return the number of tokens that a block draft proposes: its first place holds the newest token."""
-    size: Any = mapping(published, DFLASH_KEY).get("block_size", published.get("block_size"))
-    allowed = "it must be the places of a block, 2 or more"
-    Checks().expect(type(size) is int and size > 1, "block_size", size, allowed)  # raises
-    return size - 1
-
-
 def _check_sizes(stated: dict[str, Any], spec: TargetSpec) -> None:
     """Refuse sizes that are not the target's; of a different target where they cannot be a draft's own."""
     sizes = {"num_target_layers": spec.layers, "head_dim": spec.hidden_size // spec.heads} | stated
@@ -162,7 +157,7 @@ def _check_sizes(stated: dict[str, Any], spec: TargetSpec) -> None:
 def _check_layers(checks: Checks, stated: dict[str, Any], layout: Layout, layers: int) -> None:
     """Check that the file has as many layers as engines build, and is of an architecture that computes the same."""
     listed = stated.get("architectures")
-    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    names = [*map(str, listed)] if isinstance(listed, list) else []
     is_known = all(re.fullmatch(ARCHITECTURES[layout.kind], name) for name in names)
     checks.expect(is_known, "architectures", names, "a draft of ours does not compute what it names", "ignored")
     is_copy = layout.kind == "eagle3" and names and all(re.fullmatch(rf"(?!Eagle){PLAIN}", name) for name in names)
@@ -177,21 +172,16 @@ def _check_keys(
     """Name every key by which an engine may compute something else than a draft of ours."""
     neutral = NEUTRAL | {"final_logit_softcapping": spec.logit_cap, "target_hidden_size": spec.hidden_size}
     read_keys = {*READ, DFLASH_KEY, *OF_BLOCKS} if kind == "block" else READ
-    for level in (stated, mapping(stated, EAGLE_KEY), mapping(stated, DFLASH_KEY) if kind == "block" else {}):
+    rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")
+    top = stated | {key: value for key, value in rope.items() if key == SHARE}
+    for level in (top, mapping(stated, EAGLE_KEY), mapping(stated, DFLASH_KEY) if kind == "block" else {}):
         for key, value in level.items():
             if key in neutral:
-                checks.expect(
-                    value in (neutral[key], None), key, value, f"a draft of ours has {neutral[key]}", "ignored"
-                )
+                allowed = f"a draft of ours has {neutral[key]!r}"
+                checks.expect(value in (neutral[key], None), key, value, allowed, "ignored")
             elif key not in read_keys:
                 allowed = "a draft of ours does not have it, and an engine may compute something else by it"
                 checks.expect(key in harmless or not value, key, value, allowed, "ignored")
-    rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")
-    for key, value, expected in (
-        ("partial_rotary_factor", (stated | rope).get("partial_rotary_factor", 1), 1),
-        ("hidden_act", stated.get("hidden_act", "silu"), "silu"),
-    ):
-        checks.expect(value == expected, key, value, f"a draft of ours has {expected!r}", "ignored")
 
 
 def _find_block(checks: Checks, stated: dict[str, Any], spec: TargetSpec, layers: int) -> dict[str, Any]:
@@ -240,14 +230,14 @@ def _find_scaling(checks: Checks, rope: dict[str, Any]) -> RopeScaling | None:
 def _find_window(checks: Checks, stated: dict[str, Any], kind: Kind) -> int | None:
     """Return the slots that a query sees; None for all. `sliding_window` alone says nothing: `layer_types` decides."""
     kinds, window = stated.get("layer_types") or [FULL], stated.get("sliding_window")
-    is_one = isinstance(kinds, list) and kinds in ([FULL] * len(kinds), [SLIDING] * len(kinds))
-    checks.expect(is_one, "layer_types", kinds, f"all must be {FULL}, or all {SLIDING}", "ignored")
-    if not is_one or kinds[0] == FULL:
+    alike = kinds[0] if isinstance(kinds, list) and kinds == kinds[:1] * len(kinds) else None
+    if alike == FULL:
         return None
-    allowed = "it must be the slots that a query sees"
-    checks.expect(window is not None, "sliding_window", window, allowed, "ignored")
-    allowed = "a block draft of ours sees the whole context"  # z-lab's own window moves with the block's places
-    return window if checks.expect(kind != "block", "layer_types", kinds, allowed, "ignored") else None
+    allowed = f"all must be {FULL}" + ("" if kind == "block" else f", or all {SLIDING}")  # z-lab's window moves
+    if not checks.expect(kind != "block" and alike == SLIDING, "layer_types", kinds, allowed, "ignored"):
+        return None
+    checks.expect(window is not None, "sliding_window", window, "it must be the slots that a query sees", "ignored")
+    return window
 
 
 def _find_layers(checks: Checks, stated: dict[str, Any], config: DraftConfig) -> tuple[int, ...] | None:
@@ -322,11 +312,7 @@ def publish(config: DraftConfig, layout: Layout, tensors: dict[str, Tensor], tie
     }
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    floats = isinstance(a, float) and isinstance(b, float)
-    return a == b or (floats and isclose(a, b, rel_tol=1e-6))  # a target loaded from a GGUF file has them in float32
-
-
 def _unless_same(value: Any, of_target: Any) -> Any:
-    """Return a draft's own value; None for the target's."""
-    return None if _is_same(value, of_target) else value
+    """Return a draft's own value; None for the target's, whose floats a GGUF file rounds to float32."""
+    is_close = isinstance(value, float) and isclose(value, of_target, rel_tol=1e-6)
+    return None if value == of_target or is_close else value

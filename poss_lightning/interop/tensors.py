@@ -144,15 +144,12 @@ def check_names(tensors: dict[str, Tensor], config: DraftConfig, layout: Layout,
     names = layout.number_names(config).values()
     lent = {BIAS} if config.vocabulary_size else {BIAS, HEAD}
     maps = {TO_TARGET, TO_DRAFT} if layout.vocabulary == "d2t" else set()
-    missing = sorted({*names} - tensors.keys() - lent)
-    others = f" (and {len(missing) - 1} more)" if missing[1:] else ""
-    if missing:
-        raise ValueError(f"{missing[0]} is missing{others}: is it of another --input_format?")
-    unknown = sorted(tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps)
-    others = f" (and {len(unknown) - 1} more)" if unknown[1:] else ""
-    for name in unknown[:1]:
-        allowed = f"it has no place in this layout{others}: is it of another --input_format?"
-        checks.tensor(False, name, tensors[name], allowed, "ignored")
+    missing, unknown = {*names} - tensors.keys() - lent, tensors.keys() - {*names} - {EMBEDDING, HEAD} - maps
+    for wrong, words, repair in ((missing, "this layout needs it", ""), (unknown, "it has no place here", "ignored")):
+        others = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        allowed = f"{words}{others}: is it of another --input_format?"
+        for name in sorted(wrong)[:1]:
+            checks.tensor(False, name, tensors.get(name), allowed, repair)
     return config
 
 

@@ -91,7 +91,7 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation is [3, 3]: give"),
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
-    ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing (and "),
+    ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing; this layout needs it (and "),
     ("eagle3 --input_format=speculators", {}, "speculators_model_type is None; a draft of ours in this"),
     ("speculators --input_format=eagle3", {"norm_output": True}, "hidden_size is None; a draft of ours for"),
     ("speed --input_format=eagle3", {}, "it has 3 layers, and a file of this format has one"),
