@@ -8,7 +8,7 @@ probabilities are computed once for all passes, which is better than some publis
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.draft.rope import Rope
+from poss_lightning.draft.layer import Rope
 from poss_lightning.draft.specialists import DraftModel
 
 

@@ -17,11 +17,10 @@ import torch
 from tqdm import tqdm
 
 from poss_lightning.corpus.formats import report_left_out
-from poss_lightning.corpus.sampling_record import last_draws
 from poss_lightning.evaluation.suites import Question, digest, read_suites
 from poss_lightning.files import atomic, check_file, check_new
 from poss_lightning.ranges import Count, PositiveFloat, Rows, Seed, Temperature, Tokens, TopP, check_numbers
-from poss_lightning.sampling import Sampling
+from poss_lightning.sampling import Sampling, last_draws
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.options import TargetOptions

@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from poss_lightning.corpus.formats import Malformed
-from poss_lightning.corpus.sampling_record import Draw
+from poss_lightning.sampling import Draw
 from poss_lightning.target_model.template import THOUGHTS, Message, thinking
 
 _CALL = "tool call"

@@ -11,7 +11,7 @@ from poss_lightning.decoding.drafting import TreeDrafter, top_log_probs
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, root_tree
 from poss_lightning.draft.block import Block
-from poss_lightning.draft.rope import apply_rope
+from poss_lightning.draft.layer import apply_rope
 from poss_lightning.sampling import Noise
 from poss_lightning.target_model.grouped_attention import grouped_attention
 from poss_lightning.target_model.spec import EmbedHead

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import Tree, root_tree
-from poss_lightning.draft.rope import Rope, apply_rope
+from poss_lightning.draft.layer import Rope, apply_rope
 from poss_lightning.draft.unroll import Chain
 from poss_lightning.prepack import Product, product_with
 from poss_lightning.sampling import Noise

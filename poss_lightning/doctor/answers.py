@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from poss_lightning.corpus.sampling_record import Draw, last_draws
 from poss_lightning.evaluation.suites import Question
 from poss_lightning.features.store import FeatureStore, Sample
-from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.sampling import GREEDY, Draw, Sampling, last_draws
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
 

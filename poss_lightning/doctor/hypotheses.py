@@ -15,8 +15,7 @@ from torch import Tensor
 from poss_lightning.doctor.answers import SWITCHES
 from poss_lightning.doctor.load import EPS, LAYERS, SCALING, SHARE, THETA, TIED
 from poss_lightning.doctor.variants import Changes, Variant
-from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.rope import RopeScaling
+from poss_lightning.draft.config import DraftConfig, RopeScaling
 from poss_lightning.target_model.spec import EmbedHead
 
 Options = Iterable[tuple[str, Changes]]  # by description; {} where a draft has not what would change

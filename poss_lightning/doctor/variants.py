@@ -15,7 +15,7 @@ from torch import Tensor
 
 from poss_lightning.doctor.answers import ANSWERS
 from poss_lightning.draft.kinds import KINDS
-from poss_lightning.draft.rope import Rope, rope_at
+from poss_lightning.draft.layer import Rope, rope_at
 from poss_lightning.draft.specialists import DraftConfig, DraftModel
 from poss_lightning.ranges import MAX_POSITIONS
 from poss_lightning.target_model.model import Target

@@ -1,13 +1,14 @@
 """What defines a draft: its target, its kind, which specialist serves which position, and whose keys it reads."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
+from torch import Tensor
 
-from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.ranges import MAX_POSITIONS, Position, Size, Tokens, refuse_types
 from poss_lightning.target_model.spec import TargetSpec
 
@@ -16,6 +17,37 @@ MIN_LAYERS = 4  # of a target whose inner layers are read
 SWITCHES = ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")  # of EAGLE-3
 # fields, by the kinds that have them
 ONLY = {"eagle3": SWITCHES, "block": ("block_layers", "mask_token"), "eagle3 or block": ("inner_layers",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3.1's rotary angles (`rope_type: llama3`), under its names: slow waves rotate `factor` times more slowly.
+
+    Waves that rotate `high_freq_factor` times or more in the original context stay as they are, those that rotate
+    `low_freq_factor` times or less are slowed, and the two are mixed for those between.
+
+    Raises:
+        ValueError: a number that cannot be; the message names it.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        refuse_types(self, "rope_scaling's ")
+        ascending = 0 < self.low_freq_factor < self.high_freq_factor < math.inf
+        if not (ascending and 1 <= self.factor < math.inf and self.original_max_position_embeddings >= 1):
+            raise ValueError(
+                f"rope_scaling is {self}; it must have a factor and an original length of at least 1, and "
+                "0 < low_freq_factor < high_freq_factor"
+            )
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
+        fast = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (fast + (1 - fast) / self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,39 @@ embedding and a feature: attention reads both, each normed, and the residual con
 `norm_before_residual`.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
-from poss_lightning.draft.config import DraftConfig
-from poss_lightning.draft.rope import Rope, apply_rope
+from poss_lightning.draft.config import DraftConfig, RopeScaling
+
+
+class Rope(NamedTuple):
+    """Rotary cosines and sines, (B or 1, 1, T, d) each."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def at(self, i: int) -> "Rope":
+        """Return the angles of one of the T positions, for any number of slots there."""
+        return Rope(self.cos[:, :, i : i + 1], self.sin[:, :, i : i + 1])
+
+
+def rope_at(positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rope:
+    """Compute rotary angles of positions (B or 1, T)."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    frequencies = theta**-exponents
+    angles = positions[:, None, :, None].float() * (scaling(frequencies) if scaling else frequencies)  # (B, 1, T, d/2)
+    angles = torch.cat([angles, angles], dim=-1)
+    return Rope(angles.cos(), angles.sin())
+
+
+def apply_rope(x: Tensor, rope: Rope) -> Tensor:
+    """Rotate (B, H, T, d) by the angles of its slots; computed in float32, returned in its own dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    half = torch.cat([-second, first], dim=-1)
+    return (x.float() * rope.cos + half * rope.sin).to(x.dtype)
 
 
 class Norm(nn.RMSNorm):

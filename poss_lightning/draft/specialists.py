@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import CONFIG, TRAINED_ON, WEIGHTS, encode_digests
-from poss_lightning.draft.layer import Specialist
-from poss_lightning.draft.rope import Rope, rope_at
+from poss_lightning.draft.layer import Rope, Specialist, rope_at
 from poss_lightning.files import atomic
 from poss_lightning.prepack import Product
 from poss_lightning.target_model.spec import EmbedHead

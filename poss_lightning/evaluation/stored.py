@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.store import Sample
-from poss_lightning.sampling import GREEDY, Sampling, TokenSampler
+from poss_lightning.sampling import GREEDY, Draw, Sampling, TokenSampler
 from poss_lightning.target_model.spec import EmbedHead
 
 # Measured with the embedded target in bfloat16. Where it reads its own greedy answers, ties make it choose a different

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.features.manifest import EMBED_HEAD, Manifest, StoreError, check_files, decode, schema, vector_bytes
 from poss_lightning.features.source import SampleSource
+from poss_lightning.sampling import Draw
 from poss_lightning.target_model.spec import EmbedHead
 
 

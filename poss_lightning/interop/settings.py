@@ -14,9 +14,8 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind
+from poss_lightning.draft.config import SWITCHES, DraftConfig, Kind, RopeScaling
 from poss_lightning.draft.folder import OWN as CONFIG_KEY
-from poss_lightning.draft.rope import RopeScaling
 from poss_lightning.interop.layouts import HEAD, Layout, check_layers
 from poss_lightning.interop.problems import Checks, ForeignDraft, Problem
 from poss_lightning.target_model.spec import TargetSpec

@@ -10,14 +10,13 @@ from itertools import islice
 import pytest
 import torch
 
-from poss_lightning.corpus.sampling_record import Draw
 from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.budget import WARMUP_ROUNDS
 from poss_lightning.decoding.decoder import Clock, Request
 from poss_lightning.decoding.engine import Speculative
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.evaluation.stored_rounds import replay_rounds
-from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.sampling import GREEDY, Draw, Sampling
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
 from tests.evaluation.test_replay import read

@@ -19,8 +19,9 @@ from poss_lightning.doctor.answers import ANSWERS, LONG, Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Trial, confirm, describe_engine, screen
 from poss_lightning.doctor.load import compare_facts, load
 from poss_lightning.doctor.measure import replayed, unrolled
+from poss_lightning.draft.config import RopeScaling
 from poss_lightning.draft.kinds import load_draft, make_draft
-from poss_lightning.draft.rope import Rope, RopeScaling
+from poss_lightning.draft.layer import Rope
 from poss_lightning.evaluation.serving_metrics import Served
 from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import FeatureStore

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from poss_lightning.corpus.sampling_record import Draw, last_draws
 from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.engine import Speculative
@@ -18,7 +17,7 @@ from poss_lightning.evaluation import stored_rounds
 from poss_lightning.evaluation.stored import Answer, describe_mismatch, find_answers, sampling_settings
 from poss_lightning.evaluation.stored_rounds import replay_rounds
 from poss_lightning.features.store import Sample
-from poss_lightning.sampling import GREEDY, Sampling
+from poss_lightning.sampling import GREEDY, Draw, Sampling, last_draws
 from tests.support.decoders import speculate
 from tests.support.tiny import tiny_target
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.nn.utils.rnn import pad_sequence
 
-from poss_lightning.draft.rope import Rope
+from poss_lightning.draft.layer import Rope
 from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.features.store import Sample
 from poss_lightning.target_model.model import Target

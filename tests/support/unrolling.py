@@ -9,7 +9,7 @@ from torch import Tensor
 from poss_lightning.decoding.drafting import TreeDrafter
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.draft.attention import Packing
-from poss_lightning.draft.rope import RopeScaling
+from poss_lightning.draft.config import RopeScaling
 from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.target_model.cache import Slots
 from poss_lightning.target_model.model import Target
