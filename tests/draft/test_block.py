@@ -12,10 +12,12 @@ from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.decoding.trees import ancestor_mask, rerank
 from poss_lightning.draft import block
 from poss_lightning.draft.attention import Packing
+from poss_lightning.draft.config import DraftOptions
 from poss_lightning.draft.specialists import DraftModel
+from poss_lightning.features.online import OnlineFeatures
 from poss_lightning.sampling import Sampling
 from poss_lightning.target_model.cache import Slots
-from poss_lightning.training.start import inherited_settings
+from poss_lightning.training.start import begin_draft
 from tests.support.decoders import drawn, speculate
 from tests.support.tiny import tiny_draft
 from tests.support.tolerance import LAYER, close
@@ -119,10 +121,13 @@ def test_a_plan_that_is_shallower_than_the_block_changes_no_token(deep, monkeypa
     assert all(costs.steps == 1 for costs in speculative.auto.measured.values())  # whatever the depth
 
 
-def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(deep):
+def test_a_start_gives_all_its_weights_to_a_block_that_reads_and_masks_the_same(deep, tmp_path):
     config = {"block_layers": 2, "inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
-    draft, start = (block_draft(deep, seed=seed, **config) for seed in (0, 7))
-    assert inherited_settings(start, "block") == {"inner_layers": (1, 3), "mask_token": 5, "norm_eps": 0.01}
-    assert inherited_settings(start, "eagle3") == inherited_settings(None, "block") == {}
-    draft.start_from(start)
+    start, source = block_draft(deep, seed=7, **config), OnlineFeatures(deep, [])
+    start.save_pretrained(tmp_path)
+    options = DraftOptions(allocation=(6,), kind="block", block_layers=2)
+    draft, _ = begin_draft(source, options, str(tmp_path), normalise=False, anchors=None)
+    assert {name: getattr(draft.config, name) for name in config} == config
     assert all(map(torch.equal, draft.state_dict().values(), start.state_dict().values()))
+    with pytest.raises(ValueError, match="has kind block, and this one eagle3"):
+        begin_draft(source, DraftOptions(kind="eagle3"), str(tmp_path), normalise=False, anchors=None)
