@@ -65,7 +65,7 @@ class AnswerFinder:
         opened, tail = _parted(prompt, finished, content.strip() or "".join(calls[:1]))
         thoughts = _thoughts(message)
         if thoughts and thought.is_open and _squeeze(thoughts) not in _squeeze(tail):  # the template reads its content
-            inline = thoughts if _is_cut_thought(message) else f"{thoughts}\n{thought.close}\n\n{content}"
+            inline = thoughts if _is_cut_thought(message) else f"{thought.text}{thoughts}\n{thought.close}\n\n{content}"
             bare = {key: part for key, part in message.items() if key not in THOUGHTS}
             return self.find([*messages[:i], bare | {"content": inline}], i, variables)
         if not self.template.opens_answers and not tail.lstrip().startswith(content.strip()):

@@ -180,8 +180,9 @@ R1_OFF = R1.replace("<think>\n", "<think>\n</think>")
 KEEPS = THINKING.replace("set r = ''", "set r = m.reasoning_content or ''")  # the thoughts beside the content
 OPENS = CHATML.replace("{{ message['content']", "{{ '<think>\n\n' * (message.role == 'assistant') + message['content']")
 OPENS = OPENS.replace("assistant\n{% endif %}", "assistant\n<think>\n\n{% endif %}")
+QWQ = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # an answer has its content alone
 FINAL = "<|channel|>final<|message|>Yes.<|im_end|>"  # of HARMONY
-TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS)
+TEMPLATES_THAT_OPEN = (R1, THINKING, KEEPS, THINKS, OPENS, QWQ)
 
 
 def thinks(content: str, thoughts: str) -> dict[str, str]:
