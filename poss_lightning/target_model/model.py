@@ -149,9 +149,20 @@ class Target(nn.Module):
                 self._base_forward(cache, input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device))
             self.layer_devices = [layer.keys.device for layer in cache.layers]  # pyright: ignore
 
-    def _base_forward(self, cache: Cache | None, **inputs: Any) -> Any:
-        """Run the model without its head; `cache` is read and written."""
-        return self.backbone(**inputs, **{self._cache_name: cache}, use_cache=cache is not None)
+    def _base_forward(
+        self, cache: Cache | None, layers: tuple[int, ...] = (), **inputs: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the model without its head: features, and the outputs of these layers; `cache` is read and written."""
+        outputs: dict[int, Tensor] = {}
+
+        def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+            outputs[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
+
+        with ExitStack() as hooks:
+            for i in layers:
+                hooks.enter_context(self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)))
+            output = self.backbone(**inputs, **{self._cache_name: cache}, use_cache=cache is not None)
+        return output.last_hidden_state.to(self.device), [outputs[i] for i in layers]
 
     @property
     def device(self) -> torch.device:
@@ -255,10 +266,11 @@ class Target(nn.Module):
             copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1
             visible, attending = slots.tree_mask(ancestors), nullcontext()
             mask = layer_masks(self.windows, visible, angles, slots.lengths, self.dtype, copies)
-        with self._kept(layers) as inner, attending:
-            output = self._base_forward(cache, input_ids=tokens, attention_mask=mask, position_ids=angles)
-        features = output.last_hidden_state.to(self.device)
-        return features, torch.cat([inner[i] for i in layers], dim=-1) if layers else features
+        with attending:
+            features, inner = self._base_forward(
+                cache, layers, input_ids=tokens, attention_mask=mask, position_ids=angles
+            )
+        return features, torch.cat(inner, dim=-1) if layers else features
 
     # --- whole texts, without a cache ---
 
@@ -272,30 +284,14 @@ class Target(nn.Module):
         Layers are counted from 1, as in the `hidden_states` of transformers, where 0 is the embedding. The output of
         the last one is the feature before the final norm.
         """
-        with self._kept(layers) as inner:
-            output = self._base_forward(None, input_ids=tokens)
-        features = output.last_hidden_state.to(self.device)
-        none = features[:, :, None][:, :, :0]
-        return features, torch.stack([inner[i] for i in layers], dim=2) if layers else none
+        features, inner = self._base_forward(None, layers, input_ids=tokens)
+        return features, torch.stack(inner, dim=2) if layers else features[:, :, None][:, :, :0]
 
     def check_layers(self, layers: tuple[int, ...]) -> None:
         """Raise ValueError if a store cannot keep one of them; the last one, after the norm, is the feature."""
         last = self.config.num_hidden_layers - 1
         if wrong := [layer for layer in layers if not 1 <= layer <= last]:
             raise ValueError(f"layers has {wrong[0]}; those of {self.spec.name} that can be kept are 1 to {last}")
-
-    @contextmanager
-    def _kept(self, layers: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-        """Collect the outputs of these layers from the forwards in the block."""
-        outputs: dict[int, Tensor] = {}
-
-        def keep(i: int, module: nn.Module, inputs: Any, output: Any) -> None:
-            outputs[i] = (output if isinstance(output, Tensor) else output[0]).to(self.device)
-
-        with ExitStack() as hooks:
-            for i in layers:
-                hooks.enter_context(self._decoder_layers()[i - 1].register_forward_hook(partial(keep, i)))
-            yield outputs
 
     def _decoder_layers(self) -> nn.ModuleList:
         count, lists = self.config.num_hidden_layers, self.backbone.modules()
