@@ -16,7 +16,7 @@ from torch import Tensor
 from poss_lightning.doctor.answers import ANSWERS
 from poss_lightning.draft.kinds import KINDS
 from poss_lightning.draft.layer import Rope, rope_at
-from poss_lightning.draft.specialists import DraftConfig, DraftModel
+from poss_lightning.draft.specialists import DraftConfig, DraftModel, are_ids
 from poss_lightning.ranges import MAX_POSITIONS
 from poss_lightning.target_model.model import Target
 from poss_lightning.target_model.spec import EmbedHead
@@ -134,7 +134,7 @@ class Variant:
             bool(changes)
             and len(layers) == len(self.sources)
             and {*layers} <= {*range(1, self.target.spec.layers + 2)}
-            and bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < self.target.spec.vocab_size)
+            and are_ids(ids, self.target.spec.vocab_size)
             and 0 < positions <= MAX_POSITIONS
             and max(positions, changes.get("depth", self.config.depth)) <= seen
         )

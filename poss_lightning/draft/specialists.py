@@ -161,5 +161,10 @@ def _check_vocabulary(vocabulary: Tensor | None, config: DraftConfig) -> None:
     if (None if vocabulary is None else len(vocabulary)) != config.vocabulary_size:
         raise ValueError(f"vocabulary_size is {config.vocabulary_size}, unlike the length of the vocabulary")
     total = config.target.vocab_size
-    if vocabulary is not None and not ((vocabulary.diff() > 0).all() and vocabulary[0] >= 0 and vocabulary[-1] < total):
+    if vocabulary is not None and not are_ids(vocabulary, total):
         raise ValueError(f"vocabulary must be ascending token ids below {total}")
+
+
+def are_ids(ids: Tensor, total: int) -> bool:
+    """Return whether these are ascending ids of a vocabulary of `total` tokens."""
+    return bool((ids.diff() > 0).all() and ((ids >= 0) & (ids < total)).all())

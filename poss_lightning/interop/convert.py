@@ -102,15 +102,11 @@ def convert(
             refuse(*((True, str(problem)) for problem in draft.problems))
         except ValueError as error:
             raise ValueError(f"{source} as {input_format}: {[*published.checks.problems, error][0]}") from error
-    _write(draft._replace(state=cast(draft.state, dtype)), Path(out), output_format, loaded)
-
-
-def cast(state: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
-    """Return tensors in a dtype, but for whole numbers; as they are with None."""
-    if dtype is None:
-        return state
-    to = getattr(torch, dtype)
-    return {name: each.to(to) if each.is_floating_point() else each for name, each in state.items()}
+    if dtype is not None:
+        to = getattr(torch, dtype)
+        state = {name: each.to(to) if each.is_floating_point() else each for name, each in draft.state.items()}
+        draft = draft._replace(state=state)
+    _write(draft, Path(out), output_format, loaded)
 
 
 def _load_ours(source: str) -> Draft:

@@ -11,6 +11,7 @@ from torch import Tensor
 from poss_lightning.draft.config import DraftConfig
 from poss_lightning.draft.folder import check_state
 from poss_lightning.draft.kinds import make_draft
+from poss_lightning.draft.specialists import are_ids
 from poss_lightning.interop.layouts import BIAS, EMBEDDING, HEAD, TO_DRAFT, TO_TARGET, Layout
 from poss_lightning.interop.problems import Checks, Problem
 from poss_lightning.target_model.spec import EmbedHead
@@ -86,18 +87,14 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int, chec
         return marks.nonzero()[:, 0]  # pyright: ignore[reportOptionalMemberAccess]
     ids = offsets.flatten() + torch.arange(offsets.numel())
     allowed = f"it must lead to ascending ids of the target's {total}"
-    read_as_ids = "read as ids" if _are_ids(offsets.flatten(), total) else ""
+    read_as_ids = "read as ids" if are_ids(offsets.flatten(), total) else ""
     is_whole = offsets.ndim == 1 and offsets.dtype in (torch.int32, torch.int64)
-    if not checks.tensor(is_whole and _are_ids(ids, total), TO_TARGET, offsets, allowed, read_as_ids):
+    if not checks.tensor(is_whole and are_ids(ids, total), TO_TARGET, offsets, allowed, read_as_ids):
         return offsets.long().flatten()
     is_marked = marks is None or not marks.any() or marks.tolist() == _make_maps(ids, total)[TO_DRAFT].tolist()
     allowed = f"it does not mark the {len(ids)} of the target's {total} ids that {TO_TARGET} gives"
     checks.tensor(is_marked, TO_DRAFT, marks, allowed, "ignored")
     return ids
-
-
-def _are_ids(ids: Tensor, total: int) -> bool:
-    return bool((ids.diff() > 0).all() and ((ids >= 0) & (ids < total)).all())
 
 
 def to_ours(
