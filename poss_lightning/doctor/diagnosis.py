@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from poss_lightning.doctor.answers import ANSWERS, DRAWN, LONG, SWITCHES, Answers
-from poss_lightning.doctor.hypotheses import bfloat16, neighbours, pairs
+from poss_lightning.doctor.hypotheses import Hypothesis, bfloat16, neighbours, pairs
 from poss_lightning.doctor.load import CONTEXT, Fact
-from poss_lightning.doctor.measure import blind, replayed, screened, unrolled
+from poss_lightning.doctor.measure import blind, misplaced, replayed, screened, unrolled
 from poss_lightning.doctor.variants import Changes, Variant, differences
 from poss_lightning.evaluation.serving_metrics import Served
 from poss_lightning.interop.layouts import check_expressible, find_layout
@@ -77,12 +77,13 @@ class Step(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A variant, the key of config.json that it contradicts, and what it accepts and gains on some of the prompts."""
+    """A variant, the assumption that it contradicts, and what it accepts and gains on some of the prompts."""
 
     variant: Variant
-    fact: str
+    hypothesis: Hypothesis
     counts: Counts
     gain: Comparison
+    place: int = 0  # among those that were tried: usual faults, and usual values, come first
 
 
 class Findings(NamedTuple):
@@ -150,15 +151,16 @@ def find_causes(case: Case, found: Variant, facts: Sequence[Fact]) -> Findings:
 
 
 def _reads_target(case: Case, variant: Variant, counts: Counts) -> bool:
-    """Return whether position 1 accepts more than if the draft read nothing of the target but its tokens."""
-    return compare(counts, case.measured("blind", variant, blind)).direction == "larger"
+    """Return whether position 1 accepts more than where the draft reads nothing of the target but its tokens."""
+    without = (case.measured(each.__name__, variant, each) for each in (blind, misplaced))
+    return all(compare(counts, each).direction == "larger" for each in without)
 
 
 def _next_cause(
     case: Case,
     variant: Variant,
     base: Counts,
-    others: Iterable[tuple[str, Variant]],
+    others: Iterable[tuple[Hypothesis, Variant]],
     size: tuple[int, int],
     differing: Sequence[str],
     trials: list[Trial],
@@ -166,13 +168,21 @@ def _next_cause(
     """Screen others on some prompts, positions and tokens, noting each in `trials`; confirm the best on the rest."""
     every, few = max(3, case.answers.count // size[0]), partial(screened, depth=size[1])
     before, tried = case.measured("screen", variant, few, every), list[Trial]()
-    there = [(fact, other) for fact, other in others if other.texts in case.answers.forms]
-    for fact, other in tqdm(there, desc="hypotheses", leave=False):
+    there = [(hypothesis, other) for hypothesis, other in others if other.texts in case.answers.forms]
+    for place, (hypothesis, other) in enumerate(tqdm(there, desc="hypotheses", leave=False)):
         after = case.measured("screen", other, few, every)
-        tried.append(Trial(other, fact, after, compare(after, before)))
+        tried.append(Trial(other, hypothesis, after, compare(after, before), place))
     trials += tried
-    measured = (each._replace(counts=case.measured(FORCED, each.variant, unrolled)) for each in screen(tried))
-    return confirm(measured, base, np.arange(case.answers.count) % every > 0, differing)
+    held_out = np.arange(case.answers.count) % every > 0
+
+    def whole(chosen: Iterable[Trial]) -> Iterator[Trial]:
+        return (each._replace(counts=case.measured(FORCED, each.variant, unrolled)) for each in chosen)
+
+    sure = confirm(whole(screen(tried)), base, held_out, differing)
+    usual = [each for each in tried if sure and each.hypothesis is sure[0].hypothesis][:1]
+    if usual and usual[0].place < sure[0].place:  # of rotary bases near each other the target's own is meant
+        sure = confirm(whole([*sure, *usual]), base, held_out, differing)
+    return sure
 
 
 def screen(trials: Sequence[Trial]) -> list[Trial]:
@@ -186,7 +196,7 @@ def confirm(
     """Test trials on prompts that had no part in choosing them, up to the first that gains too little.
 
     In such a fixed sequence each test has the full level. Return those that gain as much as the best, but for 2 % of τ:
-    what contradicts a fact that differs comes first.
+    what contradicts a fact that differs comes first, then what was tried first.
     """
     sure, tau = list[Trial](), base.tau().value
     for trial in trials:
@@ -197,7 +207,7 @@ def confirm(
         sure.append(trial._replace(gain=gain))
     most = max((each.gain.value for each in sure), default=0.0)
     equal = [each for each in sure if each.gain.value > most - MIN_GAIN * tau]
-    return sorted(equal, key=lambda each: each.fact not in differing)
+    return sorted(equal, key=lambda each: (each.hypothesis.fact not in differing, each.place))
 
 
 def report(found: Variant, findings: Findings, steps: Sequence[Step], facts: Sequence[Fact], limit: int) -> list[str]:

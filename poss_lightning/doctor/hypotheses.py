@@ -35,7 +35,7 @@ class Hypothesis(NamedTuple):
     Attributes:
         name: what they say, or are taken to say.
         drafts: those whose files do, a key of `DRAFTS`.
-        change: makes, of a variant, the options that there are instead.
+        change: makes, of a variant, the options that there are instead, the usual ones first.
         fact: the key of config.json that states it; "" where none does.
         in_pairs: whether it is tried together with others, where none alone makes the draft accept anything.
     """
@@ -250,8 +250,8 @@ HYPOTHESES = [
 # fmt: on
 
 
-def neighbours(variant: Variant, hypotheses: Iterable[Hypothesis] = HYPOTHESES) -> Iterator[tuple[str, Variant]]:
-    """Yield the variants in which one more assumption differs, each once, and the key of config.json that states it."""
+def neighbours(variant: Variant, hypotheses: Iterable[Hypothesis] = HYPOTHESES) -> Iterator[tuple[Hypothesis, Variant]]:
+    """Yield the variants in which one more assumption differs, each once, and the assumption."""
     tried = {variant}
     for hypothesis in hypotheses:
         options = hypothesis.change(variant) if hypothesis.applies(variant.config) else ()
@@ -260,18 +260,15 @@ def neighbours(variant: Variant, hypotheses: Iterable[Hypothesis] = HYPOTHESES) 
                 (other := variant.with_changes(**changes)) not in tried or "state" in changes
             ):
                 tried.add(other)
-                yield hypothesis.fact, variant.describe(other, description)
+                yield hypothesis, variant.describe(other, description)
 
 
-def pairs(variant: Variant) -> Iterator[tuple[str, Variant]]:
-    """Yield the variants in which two assumptions differ, of those that are tried in pairs."""
+def pairs(variant: Variant) -> Iterator[tuple[Hypothesis, Variant]]:
+    """Yield the variants in which two assumptions differ, of those that are tried in pairs, and the first of them."""
     paired = [each for each in HYPOTHESES if each.in_pairs]
     for following, hypothesis in enumerate(paired, 1):
-        yield from (
-            (fact, two)
-            for fact, one in neighbours(variant, [hypothesis])
-            for _, two in neighbours(one, paired[following:])
-        )
+        for _, one in neighbours(variant, [hypothesis]):
+            yield from ((hypothesis, two) for _, two in neighbours(one, paired[following:]))
 
 
 def table() -> str:

@@ -57,8 +57,14 @@ def screened(variant: Variant, samples: Sequence[Sample], depth: int) -> Counts:
 
 
 def blind(variant: Variant, samples: Sequence[Sample]) -> Counts:
-    """Count position 1 where the draft reads nothing of the target but its tokens."""
+    """Count position 1 where the draft reads zeros for the target's layers."""
     return unrolled(variant, [sample._replace(layers=torch.zeros_like(sample.layers)) for sample in samples], 1)
+
+
+def misplaced(variant: Variant, samples: Sequence[Sample]) -> Counts:
+    """Count position 1 where the draft reads the target's layers half a text further on."""
+    turned = [sample._replace(layers=sample.layers.roll(len(sample.layers) // 2, 0)) for sample in samples]
+    return unrolled(variant, turned, 1)
 
 
 def replayed(variant: Variant, samples: Sequence[Sample], nodes: int = 1, is_coupled: bool = True) -> Counts:

@@ -229,7 +229,8 @@ def _notes(answers: pd.DataFrame, found: pd.DataFrame, runs: Runs, reference: st
         notes.append(
             f"One seed alone is shared with {reference}, so the interval is for other prompts: {', '.join(few)}."
         )
-    if any(run.get("config", {}).get("tree") == "auto" for run in runs.values()):
+    methods = (facts for run in runs.values() for facts in run.get("methods", {}).values())
+    if any(facts.get("tree") == "auto" for facts in methods):
         notes.append(AUTO)
     return notes
 

@@ -16,8 +16,8 @@ from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import TreePlan
 from poss_lightning.doctor import hypotheses
 from poss_lightning.doctor.answers import ANSWERS, LONG, Answers
-from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Trial, confirm, describe_engine, screen
-from poss_lightning.doctor.load import compare_facts, load
+from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Findings, Trial, confirm, describe_engine, report, screen
+from poss_lightning.doctor.load import Fact, compare_facts, load
 from poss_lightning.doctor.measure import replayed, unrolled
 from poss_lightning.draft.config import RopeScaling
 from poss_lightning.draft.kinds import load_draft, make_draft
@@ -203,12 +203,13 @@ def accepted(of_ten: np.ndarray) -> Counts:
     return Counts(np.full((len(of_ten), 1), 10.0), of_ten[:, None].astype(float))
 
 
-def trial(words: str, of_ten: np.ndarray, fact: str = "") -> Trial:
+def trial(words: str, of_ten: np.ndarray, fact: str = "", place: int = 0) -> Trial:
     class Named(NamedTuple):
         description: tuple[str, ...]
 
     counts = accepted(of_ten + np.arange(len(of_ten)) % 2 * 0.5)
-    return Trial(Named((words,)), fact, counts, compare(counts, counts))  # pyright: ignore[reportArgumentType]
+    assumption = hypotheses.Hypothesis(words, "all", lambda _: [], fact)
+    return Trial(Named((words,)), assumption, counts, compare(counts, counts), place)  # pyright: ignore
 
 
 @pytest.mark.parametrize(("third", "others", "is_named"), [(9, 5, False), (6, 7, True), (4, 7, True)])
@@ -226,6 +227,20 @@ def test_of_equals_the_one_that_a_fact_explains_is_named_and_the_others_are_list
     assert [each.variant.description[0] for each in best] == ["scale", "epsilon", "less", "none"]
     found = confirm(best, accepted(np.full(12, 5)), np.arange(12) > 3, differing)
     assert [each.variant.description[0] for each in found] == names
+
+
+def test_of_equals_the_one_that_was_tried_first_is_named():
+    best = [trial(words, np.full(12, n), place=place) for words, n, place in (("any", 7.1, 1), ("usual", 7, 0))]
+    found = confirm(best, accepted(np.full(12, 5)), np.arange(12) > 3, [])
+    assert [each.variant.description[0] for each in found] == ["usual", "any"]
+
+
+def test_where_nothing_is_found_what_differs_is_repeated(deep, learnt):
+    found = load(str(learnt("eagle2")), "ours", None, deep)
+    facts = Fact("rms_norm_eps", 0.5, 1e-6, "differs"), Fact("rope_theta", 1e4, 1e4, "ok")
+    for known, words in ((facts, "; what differs: rms_norm_eps (0.5 for 1e-06)"), (facts[1:], "")):
+        said = report(found, Findings(found, [], [], reads_target=True), [], known, 12)
+        assert said == [f"{NOTHING}{words}; --limit 24 shows smaller faults"]
 
 
 # --- the engine's counts by position ---
@@ -268,8 +283,9 @@ def shuffled(state: State) -> State:
 @pytest.mark.nightly
 def test_a_draft_of_another_target_or_none_is_not_accused_of_something_else(learnt, diagnose, tmp_path):
     assert diagnose(planted(learnt("eagle3"), tmp_path / "shuffled", shuffled)) == [FOREIGN]
-    tokens_alone = planted(learnt("eagle3"), tmp_path / "fc", lambda state: shuffled({"fc.weight": state["fc.weight"]}))
-    assert diagnose(tokens_alone) == [FOREIGN]
+    for kind in ("eagle3", "block"):
+        only_fc = planted(learnt(kind), tmp_path / kind, lambda state: shuffled({"fc.weight": state["fc.weight"]}))
+        assert diagnose(only_fc) == [FOREIGN]
     assert diagnose(learnt("eagle2"), target=tiny_target(seed=1, num_hidden_layers=8))[-1] == FOREIGN
 
 

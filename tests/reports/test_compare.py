@@ -77,18 +77,19 @@ def test_a_choice_that_shares_one_training_with_the_reference_is_named(lab, tmp_
 
 
 def test_ways_of_sampling_share_a_table_and_each_is_as_alone(tmp_path):
-    configs = {
-        "T=0": {"temperature": 0.0},
-        "T=1 top_p=0.5": {"temperature": 1.0, "top_p": 0.5},
-        "T=1": {"temperature": 1.0, "tree": "auto"},
+    sized = {"methods": {"eagle": {"tree": "auto"}}}
+    runs = {
+        "T=0": {"config": {"temperature": 0.0, "tree": "auto"}},  # of baselines alone, as run.json has it
+        "T=1 top_p=0.5": {"config": {"temperature": 1.0, "top_p": 0.5}},
+        "T=1": {"config": {"temperature": 1.0, "tree": "auto"}} | sized,
     }
-    for seed, (name, config) in enumerate(configs.items()):
+    for seed, (name, run) in enumerate(runs.items()):
         records = make_rows(prompts=3, seed=seed)
         if name == "T=0":  # greedy answers were replayed, which takes no time
             records = [row | {"seconds": {}} for row in records if row["method"] in ("eagle", "poss-1")]
-        write_run(tmp_path / name, records, {"config": config})
+        write_run(tmp_path / name, records, run)
     both = find(tmp_path, reference="eagle")
-    for name in configs:
+    for name in runs:
         alone = find(tmp_path / name, reference="eagle")
         for one, every in ((alone.results, both.results), (alone.answers, both.answers)):
             own = every[every["method"].isin(one["method"] + f" {name}")].reset_index(drop=True)
