@@ -18,7 +18,6 @@ from poss_lightning.losses.terms import DISTRIBUTION_TERMS
 from poss_lightning.machine import compiled
 
 ENTROPIES = ("token", "topk")  # always computed, as both are one product
-TOP_K = 10  # of the target's tokens, for the term `topk`
 Terms = Mapping[str, float]
 
 
@@ -78,7 +77,7 @@ class ChunkLosses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, predicted, draft_head, pass_weights, features, by_slot, heads, terms, chunk, find_top):
+    def forward(ctx, predicted, draft_head, pass_weights, features, by_slot, heads, terms, top_k, chunk, find_top):
         passes, slots, _ = predicted.shape
         sums = by_slot.new_zeros(len(terms), passes)
         top_rows = torch.full((passes, slots), -1, device=predicted.device)
@@ -91,7 +90,7 @@ class ChunkLosses(torch.autograd.Function):
             rows = slice(start, start + chunk)
             part, given = space.first(len(features[rows])), (predicted[:, rows], features[rows], by_slot[:, rows])
             top, slopes = top_rows[:, rows] if find_top else None, None if gradient is None else gradient[:, rows]
-            sums += chunk_sums(*given, heads, terms, part, top, slopes)
+            sums += chunk_sums(*given, heads, terms, top_k, part, top, slopes)
             if head_gradient is not None:
                 inputs = given[0] * (given[2] * (pass_weights / largest)[:, None])[..., None]  # (K, s, D)
                 slopes = part.logits[1:]  # `chunk_sums` has overwritten the logits with them
@@ -111,7 +110,7 @@ class ChunkLosses(torch.autograd.Function):
         # Scaled pass by pass, so that the scale stays in float32 and the product has the gradient's dtype.
         scales = grad_total * pass_weights
         predicted = torch.stack([scale * slope for scale, slope in zip(scales, gradient, strict=True)])
-        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 7
+        return predicted, None if head_gradient is None else grad_total * head_gradient, *(None,) * 8
 
 
 def chunk_sums(
@@ -120,6 +119,7 @@ def chunk_sums(
     by_slot: Tensor,
     heads: Heads,
     terms: Terms,
+    top_k: int,
     space: Workspace,
     top_rows: Tensor | None,
     gradient: Tensor | None,
@@ -133,7 +133,7 @@ def chunk_sums(
     heads.write_logits(space.logits, features, predicted)
     target_logits, *draft_logits = space.logits
     kind = FusedEntropies if is_fused(predicted.device.type, heads, terms) else Entropies
-    entropies = kind(target_logits, heads, terms, space.wide)
+    entropies = kind(target_logits, heads, terms, top_k, space.wide)
     f, w_feature, sums = features.to(by_slot.dtype), terms.get("feature", 0.0), []
     head, scale = (heads.target, heads.scale) if heads.draft is None else (heads.draft, 1.0)
     for k, (prediction, drafted, mask) in enumerate(zip(predicted, draft_logits, by_slot, strict=True)):
@@ -160,13 +160,13 @@ class Entropies:
         wide: (4, s, V), float32 matrices to overwrite.
     """
 
-    def __init__(self, target_logits: Tensor, heads: Heads, terms: Terms, wide: Tensor):
+    def __init__(self, target_logits: Tensor, heads: Heads, terms: Terms, top_k: int, wide: Tensor):
         self.target_logits, self.terms = target_logits, terms
         self.p, self.c, self.q, self.product = p, c, *_ = wide
         self.cap = heads.cap if heads.draft is None else None
         w_token, w_topk = (terms.get(name, 0.0) for name in ENTROPIES)
         p.copy_(target_logits).sub_(target_logits.amax(-1, keepdim=True)).exp_().div_(p.sum(-1, keepdim=True))
-        self.p_top, self.rows = p.topk(min(TOP_K, p.shape[-1]), dim=-1)  # (s, TOP_K)
+        self.p_top, self.rows = p.topk(min(top_k, p.shape[-1]), dim=-1)  # (s, top_k)
         torch.mul(p, w_token, out=c).scatter_add_(-1, self.rows, w_topk * self.p_top)
         self.total = w_token + w_topk * self.p_top.sum(-1, keepdim=True)  # (s, 1)
 
@@ -207,10 +207,10 @@ class FusedEntropies:
     The target's probabilities are computed again from its logits and their norm.
     """
 
-    def __init__(self, target_logits: Tensor, heads: Heads, terms: Terms, wide: Tensor):
+    def __init__(self, target_logits: Tensor, heads: Heads, terms: Terms, top_k: int, wide: Tensor):
         self.target_logits = target_logits
         self.log_norm = compiled(log_norm)(target_logits)
-        top, self.rows = target_logits.topk(min(TOP_K, target_logits.shape[-1]), dim=-1)  # (s, TOP_K)
+        top, self.rows = target_logits.topk(min(top_k, target_logits.shape[-1]), dim=-1)  # (s, top_k)
         self.p_top = (top - self.log_norm).exp()
         self.weights = [self.p_top.new_full((), terms.get(name, 0.0)) for name in ENTROPIES]
 
@@ -247,11 +247,11 @@ def fused_pass(
     Args:
         drafted, target: logits (s, V) of draft and target.
         target_norm: (s, 1), `log_norm` of the target's.
-        rows, p_top: (s, TOP_K), the target's most likely tokens and their probabilities.
+        rows, p_top: (s, top_k), the target's most likely tokens and their probabilities.
         w_token, w_topk: () weights of the terms.
 
     Returns:
-        (s,) each; (s, V), wrong at `rows`; (s, TOP_K), right there. Both slopes are in the dtype of `drafted`.
+        (s,) each; (s, V), wrong at `rows`; (s, top_k), right there. Both slopes are in the dtype of `drafted`.
     """
     token, topk = fused_terms(drafted, target, target_norm, rows, p_top, w_token, w_topk)
     logits = drafted.to(target_norm.dtype)

@@ -26,6 +26,7 @@ class LossSpec:
 
     Args:
         terms: weights of `feature`, `token`, `topk`, and those of `terms.py`.
+        top_k: tokens of the term `topk`.
         gamma: weight of a pass relative to the one before.
         slot_weights: "dpace", or None to weigh all slots alike. It computes the logits twice.
         chunk: slots whose (K+1, chunk, V) logits exist at once; None for the number that `slots_of_chunk` chooses.
@@ -35,6 +36,7 @@ class LossSpec:
     """
 
     terms: Mapping[str, float] = field(default_factory=lambda: DEFAULT)
+    top_k: int = 10
     gamma: float = 1.0
     slot_weights: Literal["dpace"] | None = None
     chunk: int | None = None
@@ -105,6 +107,7 @@ def pass_losses(
         pass_weights: (K,) weight of each pass in the total, above 0; 1 by default.
         find_top: whether to find the draft's top tokens, which takes a little time.
     """
+    spec.check_kind(predicts_feature=heads.draft is None)
     depth, flat = torch.arange(1, len(predictions) + 1, device=passes.device)[:, None], passes.flatten()
     slots = flat.nonzero()[:, 0] if slots is None else slots
     predicted = torch.stack([prediction.flatten(0, 1)[slots] for prediction in predictions])  # (K, S, D)
@@ -126,7 +129,7 @@ def pass_losses(
             probs = target_token_probs(predicted.detach(), features, heads, chunk)
             by_slot = by_slot * _weigh_slots(probs, counted, passes.shape, slots)
         total, weighted, sums, rows = ChunkLosses.apply(
-            predicted, draft_head, pass_weights, features, by_slot, heads, spec.computed, chunk, find_top
+            predicted, draft_head, pass_weights, features, by_slot, heads, spec.computed, spec.top_k, chunk, find_top
         )
     top_rows = passes.new_full((len(predictions), passes.numel()), -1)
     top_rows[:, slots] = rows
