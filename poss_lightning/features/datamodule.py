@@ -10,7 +10,7 @@ from poss_lightning.features.source import SampleSource
 from poss_lightning.features.store import FeatureStore
 from poss_lightning.features.stream import Batch, add_noise
 from poss_lightning.ranges import BatchTokens, Count, Fraction, Seed, Tokens, Weight, Workers, check_numbers
-from poss_lightning.target_model.placement import Parallel
+from poss_lightning.target_model.loading import Parallel
 
 if TYPE_CHECKING:
     from poss_lightning.features.online import OnlineFeatures

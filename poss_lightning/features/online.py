@@ -16,8 +16,8 @@ from poss_lightning.features.stream import Batch
 from poss_lightning.features.writing import describe_overflow, tokenize, within_context
 from poss_lightning.machine import choose_device, choose_dtype
 from poss_lightning.ranks import local_rank, own_gpu, this_rank
+from poss_lightning.target_model.loading import Parallel
 from poss_lightning.target_model.model import Target
-from poss_lightning.target_model.placement import Parallel
 from poss_lightning.target_model.spec import EmbedHead
 
 REPORT_EVERY_BATCHES = 64  # after which the host asks which of their texts were left out

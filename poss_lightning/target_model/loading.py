@@ -4,12 +4,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from accelerate.utils import get_max_memory
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from poss_lightning.target_model.describe import fingerprint
+
+Parallel = Literal["none", "layers"]  # on one device, or layers on several GPUs (transformers' `device_map`)
+FILLED = 0.85  # of a GPU's free memory; the rest is for caches and activations
 
 
 def load_part(kind: Any, folder: Path, **options: Any) -> Any:
@@ -32,6 +36,21 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
         raise ValueError(explain_failure(name, error)) from error
     config._attn_implementation = None  # it may name code on the hub, and that of transformers reads trees
     return config
+
+
+def placement(config: PreTrainedConfig, device: str, parallel: Parallel, spared: int | None) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that place a model on its home `device`, or over all GPUs but one.
+
+    Raises:
+        ValueError: there is no GPU but the one that is `spared`.
+    """
+    if parallel == "layers" and device.startswith("cuda"):
+        free = {gpu: int(FILLED * size) for gpu, size in get_max_memory().items() if gpu not in ("cpu", spared)}
+        if not free:
+            raise ValueError("parallel is layers, and there is no GPU beside the training's: store the features first")
+        return {"device_map": "auto", "max_memory": free}
+    quantized = getattr(config, "quantization_config", None) is not None
+    return {"device_map": {"": device}} if quantized else {}  # what is packed cannot be moved later
 
 
 def load_model(

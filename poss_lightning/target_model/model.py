@@ -27,9 +27,8 @@ from poss_lightning.target_model.describe import (
     spec_of,
 )
 from poss_lightning.target_model.grouped_attention import attending_by, mask_copies
-from poss_lightning.target_model.loading import explain_failure, load_config, load_model
+from poss_lightning.target_model.loading import Parallel, explain_failure, load_config, load_model, placement
 from poss_lightning.target_model.masks import layer_masks, layer_windows
-from poss_lightning.target_model.placement import Parallel, placement
 from poss_lightning.target_model.template import Variables, token_ids
 from poss_lightning.terminal import announced
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from poss_lightning.target_model.loading import Parallel
 from poss_lightning.target_model.model import Target
-from poss_lightning.target_model.placement import Parallel
 
 
 @dataclass(frozen=True)

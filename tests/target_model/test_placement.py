@@ -9,7 +9,7 @@ from accelerate import dispatch_model
 from transformers import AutoConfig
 
 from poss_lightning.decoding.baselines import Generate
-from poss_lightning.target_model import placement
+from poss_lightning.target_model import loading
 from poss_lightning.target_model.cache import TreeCache
 from poss_lightning.target_model.generation import PlainDecoder
 from poss_lightning.target_model.model import Target
@@ -50,9 +50,9 @@ def test_keys_lie_beside_their_layers_and_follow_a_path():
 def test_layers_are_spread_over_the_gpus_that_are_not_spared(tiny_folder, monkeypatch):
     config = AutoConfig.from_pretrained(tiny_folder)
     for spared, gpus in ((0, (1, 2, 3)), (None, (0, 1, 2, 3))):
-        monkeypatch.setattr(placement, "get_max_memory", lambda: dict.fromkeys((0, 1, 2, 3, "cpu"), 1000))
-        placed = placement.placement(config, "cuda", "layers", spared)
+        monkeypatch.setattr(loading, "get_max_memory", lambda: dict.fromkeys((0, 1, 2, 3, "cpu"), 1000))
+        placed = loading.placement(config, "cuda", "layers", spared)
         assert placed == {"device_map": "auto", "max_memory": dict.fromkeys(gpus, 850)}  # room for caches
-    monkeypatch.setattr(placement, "get_max_memory", lambda: {0: 1000, "cpu": 1000})
+    monkeypatch.setattr(loading, "get_max_memory", lambda: {0: 1000, "cpu": 1000})
     with pytest.raises(ValueError, match="there is no GPU beside the training's"):
-        placement.placement(config, "cuda", "layers", 0)
+        loading.placement(config, "cuda", "layers", 0)
