@@ -10,7 +10,7 @@ import math
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -25,7 +25,7 @@ LARGER, SMALLER = "#1f9d6b", "#d0465d"  # of effects
 DASHES = ("-", "--", ":", "-.")  # from the ninth series on, colours repeat, dashed
 MARKED = 12  # points that a curve marks, with bars for intervals; a curve of more has a band
 SIZE = (4.4, 3.0)  # inches of a panel without its legend, readable on a phone
-LEGEND_LETTERS = 13  # of a legend's line, per inch
+LEGEND_LETTERS, ROW_LETTERS = 13, 30  # of a legend's line, per inch; of a line beside a row
 STYLE: Any = {
     "font.size": 9,
     "text.parse_math": False,  # a $ in a name is a $
@@ -84,31 +84,36 @@ def forest(gains: Mapping[str, Any], no_effect: float = 0.0) -> Figure:
     """A forest plot: one row per effect, coloured by its `direction`, the largest on top, and a line at no effect."""
     known = sorted((gain.value, name) for name, gain in gains.items() if math.isfinite(gain.value))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(known)), layout="constrained")
-        axes = figure.add_subplot()
+        axes = _rows(figure := Figure(layout="constrained"), [name for _, name in known])
         axes.axvline(no_effect, color=QUIET, linestyle="--", linewidth=1)
         for place, (value, name) in enumerate(known):
             gain = gains[name]
             colour = {"larger": LARGER, "smaller": SMALLER}.get(gain.direction, QUIET)
             axes.plot([gain.low, gain.high], [place, place], color=colour, linewidth=1.6)
             axes.plot([value], [place], "o", color=colour, markersize=5)
-        axes.set_yticks(range(len(known)), [name for _, name in known])
-        axes.set(ylim=(-0.6, len(known) - 0.4))
-        axes.grid(False, axis="y")
     return figure
 
 
 def bars(values: Mapping[str, Any], least: float = 0.0) -> Figure:
     """Draw a bar from `least` for each value, with its interval, in their order from top to bottom."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(SIZE[0], 0.7 + 0.28 * len(values)), layout="constrained")
-        axes = figure.add_subplot()
-        for row, value in enumerate(values.values()):
-            axes.barh(-row, value.value - least, left=least, color=COLOURS[0], alpha=0.6)
-            axes.plot([value.low, value.high], [-row, -row], color=INK, linewidth=1.4)
-        axes.set_yticks([-row for row in range(len(values))], [*values])
-        axes.grid(False, axis="y")
+        axes = _rows(figure := Figure(layout="constrained"), names := [*values][::-1])
+        for row, value in enumerate(values[name] for name in names):
+            axes.barh(row, value.value - least, left=least, color=COLOURS[0], alpha=0.6)
+            axes.plot([value.low, value.high], [row, row], color=INK, linewidth=1.4)
     return figure
+
+
+def _rows(figure: Figure, names: Sequence[str]) -> Axes:
+    """Make axes with a row for each name, from bottom to top; of a long name two lines are shown."""
+    lines = [textwrap.fill(name, ROW_LETTERS, max_lines=2, placeholder=" …") for name in names]
+    most = max((name.count("\n") + 1 for name in lines), default=1)
+    figure.set_size_inches(SIZE[0], 0.7 + (0.12 + 0.16 * most) * len(lines))
+    axes = figure.add_subplot(ylim=(-0.6, len(lines) - 0.4))
+    axes.set_yticks(range(len(lines)), lines)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.grid(False, axis="y")
+    return axes
 
 
 def to_svg(figure: Figure, label: str) -> str:
