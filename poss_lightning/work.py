@@ -95,11 +95,14 @@ class Work:
     def clear(self) -> None:
         """Delete our files when the result is complete, then the folder if it is empty.
 
-        Receipts go first and the mark last, so half-cleared work still refuses different settings.
+        Receipts go first and the mark last, so half-cleared work still refuses different settings; each with what a
+        kill left of writing it.
         """
         if (self.folder / MARK).is_file():
             with self._locked():
-                remove(self.folder, f"*{RECEIPT}", f"*{LOCK}", f"*{SETTINGS}", MARK)
+                remove(
+                    self.folder, *(f"*{name}{end}" for name in (RECEIPT, LOCK, SETTINGS) for end in ("", ".tmp")), MARK
+                )
         remove(self.folder)
 
     def _is_foreign(self) -> bool:

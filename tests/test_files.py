@@ -100,11 +100,13 @@ def test_of_two_writers_the_first_has_the_folder_and_the_last_the_file(tmp_path)
 
 
 def test_work_removes_its_own_files_alone(tmp_path):
-    """And it does not begin in a folder that somebody else has made."""
+    """What a kill left of one, too. And it does not begin in a folder that somebody else has made."""
     work = Work(tmp_path / "unfinished", {"size": 1})
     with work.exclusive(), work.part("first") as mine:
         assert mine
         work.write_receipt("first", {"a": 1})
+    for half in ("first.part.json", "settings.json"):
+        (work.folder / f".poss.12345678.{half}.tmp").touch()
     (work.folder / "thesis.txt").write_text("mine")
     (work.folder / "first.json").write_text("mine")
     work.clear()
