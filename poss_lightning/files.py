@@ -49,8 +49,11 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 if written.is_file():
                     written.chmod(temporary.stat().st_mode & 0o666)
                 _sync(written)
-        check_new(path)  # of two processes the first to finish has it
-        temporary.rename(path)
+        try:
+            temporary.rename(path)
+        except OSError:
+            check_new(path)  # of two processes the first to finish has it
+            raise
     _sync(path.parent)
 
 

@@ -153,6 +153,8 @@ def read_openings(file: str | None) -> list[str]:
 def _write_corpus(work: Work, out: Path, records: Iterable[dict], fewest: int, why: str) -> int:
     """Write the records, and return their number; ValueError with `why` if there are fewer than that."""
     if not begun_with(work.folder):
+        if out.exists():
+            work.clear()  # an earlier run was killed while it did so
         check_new(out)  # another process may have just finished it
     with work.exclusive(wait=False):
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records]

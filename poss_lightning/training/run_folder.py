@@ -40,16 +40,17 @@ def place_training(options: Any) -> Path | None:
     is_new = bool(loggers) and (not writers or writers[0].init_args.version is None)  # each time
     folder = _known_folder(options, is_new)
     options.name = None  # config.yaml has it as the logger's
-    if folder is not None or (others and not writers):
+    place = None if folder and _is_written(folder, writers) else folder  # that loggers must be told
+    if place is not None or (others and not writers):
         writers = writers or [_tensorboard()] * bool(others)
         trainer.logger = [*writers, *others] or False
     for logger in writers:
-        if folder is not None:
-            logger.init_args.update(Namespace(save_dir=str(folder.parent), name=folder.name, version=""))
+        if place is not None:
+            logger.init_args.update(Namespace(save_dir=str(place.parent), name=place.name, version=""))
         elif logger.init_args.save_dir == HERE:
             logger.init_args.save_dir = trainer.default_root_dir or HERE
     for args in (each.init_args for each in others):
-        for name, default, value in (("save_dir", HERE, folder), ("name", UNNAMED, folder and folder.name)):
+        for name, default, value in (("save_dir", HERE, place), ("name", UNNAMED, place and place.name)):
             if name in args and value is not None:
                 args[name] = str(value)
             elif args.get(name) == default:  # of the default logger
@@ -73,6 +74,12 @@ def _known_folder(options: Any, is_new: bool) -> Path | None:
     if options.ckpt_path == AUTO and is_new:
         raise ValueError(f"ckpt_path is {AUTO}, but every training gets a new folder: give --name")
     return None
+
+
+def _is_written(folder: Path, writers: list[Namespace]) -> bool:
+    """Whether the loggers write to a folder as they are."""
+    args = [each.init_args for each in writers if each.init_args.version == ""]
+    return bool(args) and all(Path(os.path.abspath(each.save_dir), each.name) == folder.absolute() for each in args)
 
 
 def _tensorboard() -> Namespace:

@@ -89,7 +89,7 @@ WRITERS = {
     "benchmark": line(f"benchmark out --drafts.d={{inputs}}/draft TARGET {SUITES}"),
     "replay": line("replay store out --drafts.d={inputs}/draft ON", STORE),
     "compare": line("compare {inputs}/records --html=out.html"),
-    "doctor": line("doctor {inputs}/draft TARGET --store=store --limit=2 --out=out", STORE),
+    "doctor": line("doctor {inputs}/draft TARGET --store=store --limit=6 --out=out", STORE),
     "fit": line("fit --config={inputs}/fit.yaml", STORE),
     "sweep": line("sweep .", STORE, "sweep.yaml"),
 }
