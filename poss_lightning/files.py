@@ -83,7 +83,10 @@ def remove(folder: Path, *names: str) -> None:
 
 def _sync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk: they survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # another process has finished the work in this folder, and removed it
+        return
     try:
         os.fsync(descriptor)
     except OSError:
