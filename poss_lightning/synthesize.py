@@ -270,6 +270,6 @@ def _write_turn(
 
 def _record(target: Target, name: str, messages: Messages, variables: dict[str, Any]) -> dict:
     """Return a line of the corpus, including what the chat template was given."""
-    given = target.chat.template.variables | variables
-    tools = {"tools": given.pop("tools")} if "tools" in given else {}
-    return {"id": name, "messages": messages, **tools} | ({"chat_template_kwargs": given} if given else {})
+    variables = target.chat.template.variables | variables
+    tools = {"tools": variables.pop("tools")} if "tools" in variables else {}
+    return {"id": name, "messages": messages, **tools} | ({"chat_template_kwargs": variables} if variables else {})

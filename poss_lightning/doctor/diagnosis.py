@@ -175,13 +175,13 @@ def _next_cause(
     trials += tried
     held_out = np.arange(case.answers.count) % every > 0
 
-    def whole(chosen: Iterable[Trial]) -> Iterator[Trial]:
+    def on_all_prompts(chosen: Iterable[Trial]) -> Iterator[Trial]:
         return (each._replace(counts=case.measured(FORCED, each.variant, unrolled)) for each in chosen)
 
-    sure = confirm(whole(screen(tried)), base, held_out, differing)
+    sure = confirm(on_all_prompts(screen(tried)), base, held_out, differing)
     usual = [each for each in tried if sure and each.hypothesis is sure[0].hypothesis][:1]
     if usual and usual[0].place < sure[0].place:  # of rotary bases near each other the target's own is meant
-        sure = confirm(whole([*sure, *usual]), base, held_out, differing)
+        sure = confirm(on_all_prompts([*sure, *usual]), base, held_out, differing)
     return sure
 
 

@@ -105,20 +105,20 @@ class OnlineFeatures(SampleSource):
         features = torch.zeros(*batch.tokens.shape, width, dtype=self.model.dtype, device=device)
         inputs = features.new_zeros(*batch.tokens.shape, len(self.layers) * width) if self.layers else features
         argmax, passes = batch.target_argmax.clone(), batch.mask.passes.clone()
-        kept = torch.zeros(len(parts), dtype=torch.bool, device=device)
+        is_finite = torch.zeros(len(parts), dtype=torch.bool, device=device)
         for group in group_by_length(lengths):
             read = reader.read([batch.tokens[parts[i]] for i in group])
             sizes = lengths[group].tolist()
             found = *read, *greedy_tokens(self.model, read, sizes, [batch.spans[i] for i in group])
             for i, *text in zip(group, *(values.split(sizes) for values in found), strict=True):
                 own, layers, greedy, finite = (values.to(device) for values in text)
-                kept[i] = is_kept = finite.all()
+                is_finite[i] = is_kept = finite.all()
                 features[parts[i]] = own.where(is_kept, 0)
                 if self.layers:
                     inputs[parts[i]] = layers.flatten(1).where(is_kept, 0)
                 argmax[parts[i]] = greedy.where(is_kept, -1)
                 passes[parts[i]] *= is_kept
-        self._filled.append((batch.ids, kept))
+        self._filled.append((batch.ids, is_finite))
         if len(self._filled) == REPORT_EVERY_BATCHES:
             self.report()
         mask = replace(batch.mask, passes=passes)

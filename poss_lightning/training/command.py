@@ -191,8 +191,8 @@ class Training(LightningCLI):
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
         """Lightning's own default would unpickle a checkpoint at an address."""
-        own = {"ckpt_path": self.options.ckpt_path, "weights_only": True}
-        return super()._prepare_subcommand_kwargs(subcommand) | own
+        always = {"ckpt_path": self.options.ckpt_path, "weights_only": True}
+        return super()._prepare_subcommand_kwargs(subcommand) | always
 
     def before_fit(self) -> None:
         if self.trainer.fast_dev_run:  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,6 +2,7 @@
 
 import zlib
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning
@@ -102,6 +103,9 @@ class DraftModule(lightning.LightningModule):
         refuse_unknown(draft, DraftOptions, DraftModule)
         super().__init__()
         self.options = DraftOptions(allocation=allocation, **draft)  # pyright: ignore[reportArgumentType] a list, too
+        self._begin_with = start_from, normalise, anchors
+        self._terms = loss
+        self._make_loss = partial(LossSpec, gamma=gamma, slot_weights=slot_weights, chunk=chunk)
         self.save_hyperparameters(ignore="store")  # in this frame, so that it finds those of a subclass, too
         self.guard = NormGuard()
         if store is not None:
@@ -111,12 +115,10 @@ class DraftModule(lightning.LightningModule):
         """Make the draft for the target of a source; a trainer calls this where no store was given."""
         if isinstance(source, FeatureStore):  # `load_from_checkpoint` needs no more than the file
             self.hparams["store"] = [str(folder) for folder in source.folders]
-        given = self.hparams
-        begins = given["start_from"], given["normalise"], given["anchors"]
-        self.draft, self.embed_head = begin_draft(source, self.options, *begins)
+        self.draft, self.embed_head = begin_draft(source, self.options, *self._begin_with)
         config, self.aux_layers = self.draft.config, self.draft.config.aux_layers
-        terms = dict(given["loss"] or (DEFAULT if config.predicts_feature else {"token": 1.0}))
-        self.loss = LossSpec(terms=terms, **{name: given[name] for name in ("gamma", "slot_weights", "chunk")})
+        terms = dict(self._terms or (DEFAULT if config.predicts_feature else {"token": 1.0}))
+        self.loss = self._make_loss(terms=terms)
         self.loss.check_kind(config.predicts_feature)
         # DDP would broadcast embedding and head, which never change, before every forward.
         self._ddp_params_and_buffers_to_ignore = [f"embed_head.{name}" for name, _ in self.embed_head.named_buffers()]

@@ -92,6 +92,17 @@ class Own(DraftModule):
         return self.hparams["strength"] * torch.stack(sums)
 
 
+class Half(DraftModule):
+    """An option by the name of one of its base's, which passes on a different value."""
+
+    def __init__(self, allocation, gamma: float = 0.8, **options):
+        super().__init__(allocation, gamma=gamma / 2, **options)
+
+
+def test_what_a_subclass_passes_on_counts_and_not_its_own_option_of_that_name(store):
+    assert Half([1], store=store).loss.gamma == 0.4
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_extra_losses_are_averaged_over_the_step_as_the_loss_is(store, accumulate):
     """The gradient of the whole step does not depend on its batches."""
