@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from poss_lightning.corpus.readers import read_conversations
 from poss_lightning.decoding.plans import TreePlan
-from poss_lightning.doctor import hypotheses
+from poss_lightning.doctor import diagnosis, hypotheses
 from poss_lightning.doctor.answers import ANSWERS, LONG, Answers
 from poss_lightning.doctor.diagnosis import FOREIGN, NOTHING, Findings, Trial, confirm, describe_engine, report, screen
 from poss_lightning.doctor.load import Fact, compare_facts, load
@@ -233,6 +234,13 @@ def test_of_equals_the_one_that_was_tried_first_is_named():
     best = [trial(words, np.full(12, n), place=place) for words, n, place in (("any", 7.1, 1), ("usual", 7, 0))]
     found = confirm(best, accepted(np.full(12, 5)), np.arange(12) > 3, [])
     assert [each.variant.description[0] for each in found] == ["usual", "any"]
+
+
+@pytest.mark.parametrize(("blind", "misplaced", "reads"), [(1, 1, True), (1, 7, False), (7, 1, False)])
+def test_a_draft_reads_its_target_if_zeros_and_another_place_of_the_text_give_less(blind, misplaced, reads):
+    noise = np.arange(12) % 3 * 0.5
+    case = Mock(measured=lambda name, *_: accepted({"blind": blind, "misplaced": misplaced}[name] + noise))
+    assert diagnosis._reads_target(case, Mock(), accepted(7 + noise)) == reads
 
 
 def test_where_nothing_is_found_what_differs_is_repeated(deep, learnt):
