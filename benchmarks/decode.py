@@ -4,6 +4,7 @@ speed       tokens per second of answers one at a time: transformers' `generate`
             the draft with and without lookup, over `generate` and plain
 costs       a round's time and a draft's memory, by allocation, width and kind of cache
 context     a draft step and verification beside a plain step, by tokens of the text
+exactness   a step over one that is not exact, by new tokens: of the target, and of two layers of an 8B target's width
 batch       tokens per second of batches of prompts, by plain decoding and by the draft
 
 Drafts of costs are random: what they say changes how many rounds a text takes, not how long a round takes.
@@ -13,6 +14,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import in_turn, ratios, show, spread, write
-from benchmarks.random_target import random_draft
+from benchmarks.random_target import llama, random_draft, random_target
 from poss_lightning.clock import Clock
 from poss_lightning.decoding.baselines import Autoregressive, Generate
 from poss_lightning.decoding.decoder import Decoder, Progress, Request
@@ -32,7 +34,10 @@ from poss_lightning.draft.kinds import load_draft
 from poss_lightning.draft.specialists import DraftModel
 from poss_lightning.evaluation.suites import Question, read_suites
 from poss_lightning.reports.statistics import Jackknife, interval, leave_one_out, mean_over
+from poss_lightning.target_model.masks import causal_ancestors
 from poss_lightning.target_model.model import Target
+from tests.support import naive
+from tests.support.trees import random_tree
 
 QUESTION = "Why is the sky blue, and why is the evening sky red? Explain it to a child of ten."
 WARMUP = 3  # steps that are not counted: the prefill and two rounds
@@ -49,9 +54,11 @@ KINDS = {  # experiments/methods and size have the same, trained
 }
 VOCABULARY = 8192  # of the drafts whose costs are compared
 LENGTHS = (100, 1000, 4000)  # of texts
+TEXTS, TREES = (100, 250, 450), (1, 8, 60)  # tokens before a step, and new tokens, for `exactness`
 BATCHES = {"cpu": (8,), "cuda": (1, 4, 16)}
 FIXED = TreePlan(tree="fixed")
-PARTS = ("speed", "costs", "context", "batch")
+PARTS = ("speed", "costs", "context", "exactness", "batch")
+WIDE = llama(4096, 14336, 32, 8, 128, 32000, layers=2)  # as Llama-3.1-8B, with a smaller vocabulary
 
 
 def speed(target: Target, draft: DraftModel, questions: list[Question], limit: int) -> dict[str, Any]:
@@ -116,6 +123,27 @@ def context(target: Target, draft: DraftModel) -> dict[str, Any]:
     return found
 
 
+@torch.inference_mode()
+def exactness(target: Target, repeats: int) -> dict[str, Any]:
+    """Times of verifying trees of several sizes, 1 for a plain step, over those of the same target if not exact."""
+    wide, found = random_target(WIDE, target.dtype, str(target.device)), {}
+    for name, model in {"target": target.model, "layers of 8B": wide.model}.items():
+        both = {exact: Target(model, target.tokenizer, name, exact=exact) for exact in (None, False)}
+        for length, nodes in product(TEXTS, TREES):
+            tokens = torch.arange(max(length, nodes), device=target.device)[None] % wide.spec.vocab_size
+            works = {}
+            for exact, each in both.items():
+                cache = each.new_cache(1, length + nodes)
+                each.forward_tree(tokens[:, :length], causal_ancestors(length, each.device), cache)
+                cache.append([length])
+                ancestors = torch.tensor([naive.ancestor_mask(random_tree(0, nodes)[1])], device=each.device)
+                works[str(exact)] = partial(each.verify, tokens[:, :nodes], ancestors, cache)
+            times = in_turn(works, repeats, target.device.type, WARMUP)
+            ratio = spread(ratios(times, "None", "False"))
+            found[f"{name}, {length} tokens, {nodes} new"] = {"ms": 1000 * median(times["None"])} | ratio
+    return found
+
+
 def rounds_of(engine: Speculative, count: int) -> Iterator[Progress]:
     """The engine's own loop on a text with room for `count` rounds and the warm-up."""
     limit = 1 + (count + WARMUP + 1) * (engine.drafter.depth + 1)
@@ -172,6 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         partial(speed, target, draft, questions, options.max_new_tokens),
         partial(costs, target, kinds, rounds),
         partial(context, target, draft),
+        partial(exactness, target, rounds),
         partial(batch, target, draft, questions, options.max_new_tokens),
     )
     parts = dict(zip(PARTS, works, strict=True))

@@ -1,7 +1,7 @@
 """Products with frozen weights on a CPU: faster by a layout that oneDNN makes once, and, if asked, `steady`.
 
 CPUs multiply one row, or few, in another order than many. A steady product gives a row the same bits whatever the
-number of other rows: a trial chooses the layout, and from how many rows on this holds; fewer are padded.
+number of other rows, from a number of rows on: trials choose the layout and this number.
 
 The layout takes as much memory again: the user's model, `generate` and files keep the weight itself. `linear` is the
 naive twin.
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from poss_lightning.machine import best_seconds
+
 Product = Callable[[Tensor], Tensor]  # (..., K) -> (..., N)
 TREE, STEP = 16, 1  # layouts, by the number of rows that oneDNN is told
 SMALLEST = 2**18  # entries of a float32 weight: to call oneDNN takes 30 µs, ten times as long as `linear`
-TRIED_ROWS, MANY_ROWS = (1, 2, 3, 15, 16, 31, 33, 37, 64), 128
+QUICK_ROWS = 6  # AVX-512 reads weights for so many up to a third faster than for one or two
+COLD = 2**26  # bytes of weights that lie in no cache
+TRIED_ROWS, MANY_ROWS = (1, 2, 3, 6, 15, 16, 31, 33, 37, 64), 128
 TRIED_COLUMNS = 4096  # of a product: more of them, as an LM head has, are more of the same work
 SIBLINGS = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read the same input
 
@@ -50,22 +54,24 @@ class Steady:
     """Multiplies by a frozen weight on a CPU so that the bits of a row do not depend on the other rows.
 
     Arguments are those of `Prepacked`; without `pack`, as memory is short, it multiplies by the weight itself.
+
+    Attributes:
+        rows: the fewest for which this holds; or more, if it takes less time.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True):
         layouts = (TREE, STEP) if pack and can_prepack(weight.dtype) else (None,)
         shape = min(len(weight), TRIED_COLUMNS), weight.shape[1]
-        self.layout, self.fewest = steadiest(*shape, weight.dtype, bias is not None, layouts, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self.layout, fewest = steadiest(*shape, weight.dtype, bias is not None, layouts, threads)
+        self.rows = quickest(fewest, weight.dtype, self.layout, threads) if _pays(weight) else fewest
         self.product = _multiply(weight, bias, self.layout)
 
     def __call__(self, x: Tensor) -> Tensor:
-        count = x.shape[:-1].numel()
-        if self.fewest <= count <= MANY_ROWS:
+        if (count := x.shape[:-1].numel()) <= MANY_ROWS:
             return self.product(x)
-        rows = x.flatten(0, -2)
-        if count < self.fewest:
-            return self.product(pad(rows, (0, 0, 0, self.fewest - count)))[:count].unflatten(0, x.shape[:-1])
-        return torch.cat([self(part) for part in rows.split(MANY_ROWS)]).unflatten(0, x.shape[:-1])
+        parts = x.flatten(0, -2).chunk(-(-count // MANY_ROWS))
+        return torch.cat([self.product(part) for part in parts]).unflatten(0, x.shape[:-1])
 
 
 class Siblings:
@@ -86,10 +92,14 @@ class Siblings:
 
 
 class Switch:
-    """Whether a module decodes now: then its products are `Steady`; else they are as fast as they can be."""
+    """Whether a module decodes now: then its products are `Steady`; else they are as fast as they can be.
+
+    Attributes:
+        rows: from which all of its products are steady.
+    """
 
     def __init__(self):
-        self.is_on = False
+        self.is_on, self.rows = False, 1
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -129,11 +139,13 @@ def make_steady(module: nn.Module, pack: bool) -> Switch:
             layers = [layer for layer in _linears(parent) if layer in [getattr(parent, name, None) for name in names]]
             if len(layers) == len(names) and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
                 siblings, steady = Siblings(layers), Steady(*_joint(layers))
+                switch.rows = max(switch.rows, steady.rows)
                 for number, layer in enumerate(layers):
                     products = (partial(siblings.output, number, each) for each in (steady, steady.product))
                     _set_steady(layer, switch, steady.layout, *products)
     for layer in _linears(module):
         steady = Steady(layer.weight, layer.bias, pack)
+        switch.rows = max(switch.rows, steady.rows)
         _set_steady(layer, switch, steady.layout, steady, steady.product)
     return switch
 
@@ -204,3 +216,21 @@ def steadiest(
             fewest[layout] = next(n for n in (*TRIED_ROWS, MANY_ROWS) if n > max(differ, default=0))
     best = min(fewest, key=lambda layout: fewest[layout])
     return best, fewest[best]
+
+
+@cache
+def quickest(fewest: int, dtype: torch.dtype, layout: int | None, threads: int) -> int:
+    """Return `QUICK_ROWS` if they take less time here than `fewest` rows, which are fewer; else these."""
+    if fewest >= QUICK_ROWS:
+        return fewest
+    with torch.no_grad():
+        weight = torch.ones(1024, 1024, dtype=dtype)
+        products = [_multiply(weight.clone(), None, layout) for _ in range(COLD // weight.nbytes)]
+
+        def multiply(rows: int) -> None:
+            x = torch.ones(rows, 1024, dtype=dtype)
+            for product in products:
+                product(x)
+
+        seconds = best_seconds({rows: partial(multiply, rows) for rows in (fewest, QUICK_ROWS)})
+    return min(seconds, key=lambda rows: seconds[rows])

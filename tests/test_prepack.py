@@ -61,7 +61,7 @@ class OtherOrder:
 @pytest.mark.parametrize("shape", [(48, 32), (192, 576), (576, 1536), (47, 25)], ids=str)
 @pytest.mark.parametrize("few", [None, 0, 2, 16])
 def test_a_row_of_a_steady_product_has_the_same_bits_among_any_number_of_rows(dtype, shape, few, monkeypatch):
-    """On this machine; and on one that multiplies few rows in another order, where other products do not."""
+    """From `rows` on; on this machine, and on one that multiplies few rows in another order."""
     if few is not None:
         monkeypatch.setattr(prepack, "_multiply", lambda weight, bias, layout: OtherOrder(weight, bias, few))
         prepack.steadiest.cache_clear()
@@ -76,13 +76,20 @@ def test_a_row_of_a_steady_product_has_the_same_bits_among_any_number_of_rows(dt
         for pack in (True, False):
             steady = prepack.Steady(weight, bias if pack else None, pack)
             many = steady(x)
-            assert all(steady(x[:rows]).equal(many[:rows]) for rows in counts)
+            assert steady.rows > (few or 0)
+            assert all(steady(x[:rows]).equal(many[:rows]) for rows in (*counts, steady.rows) if rows >= steady.rows)
             of = linear(x.abs(), weight.abs(), bias.abs() if pack else None)
             assert close(many, linear(x, weight, bias if pack else None), shape[1], of=of)
             assert steady(x[None, None, :1]).shape == (1, 1, 1, shape[0])
         usual = prepack._multiply(weight, bias, None)
         assert few != 16 or not all(usual(x[:rows]).equal(usual(x)[:rows]) for rows in counts)
     prepack.steadiest.cache_clear()
+
+
+def test_more_rows_are_multiplied_only_where_that_takes_less_time(monkeypatch):
+    for fewest, seconds, expected in ((2, {2: 2.0, 6: 1.0}, 6), (2, {2: 1.0, 6: 2.0}, 2), (16, {}, 16)):
+        monkeypatch.setattr(prepack, "best_seconds", lambda works, seconds=seconds: seconds)
+        assert prepack.quickest.__wrapped__(fewest, torch.float32, None, 1) == expected
 
 
 @here
@@ -96,7 +103,7 @@ def test_siblings_are_one_product_and_give_what_each_alone_gives():
     for layer in alone.children():
         layer.forward = prepack.Steady(layer.weight)
     with torch.no_grad():
-        for x in (torch.randn(1, 1, 32), torch.randn(2, 5, 32)):
+        for x in (torch.randn(1, 31, 32), torch.randn(2, 65, 32)):
             for layer, twin in zip(parent.children(), alone.children(), strict=True):
                 assert layer(x).equal(twin(x))
         assert parent.k_proj(x).equal(parent.k_proj(x.clone()))  # asked for out of turn

@@ -107,7 +107,7 @@ def parse_config(
     stated = {name: value for name, value in published.items() if value is not None}
     rope = mapping(stated, "rope_parameters") | mapping(stated, "rope_scaling")  # as transformers merges them
     switches = stated | mapping(stated, EAGLE_KEY)  # where engines look for them first
-    switches |= {"norm_output": bool(switches.get("norm_output") or switches.get(POST_NORM))}
+    switches |= {"norm_output": switches.get("norm_output") or switches.get(POST_NORM)}
     _check_sizes(stated, spec)
     _check_layers(checks, stated, layout, layers)
     _check_keys(checks, stated, layout.kind, spec, {*HARMLESS, *harmless})

@@ -35,13 +35,14 @@ class ByPosition:
     Args:
         dtype, head_dim: of keys.
         group: query heads that share a key head.
+        rows: from which all products are steady.
 
     Raises:
         NotImplementedError: this CPU sums in an order that depends on the tree.
     """
 
-    def __init__(self, dtype: torch.dtype, head_dim: int, group: int):
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, head_dim: int, group: int, rows: int):
+        self.dtype, self.rows = dtype, rows
         self.shapes = find_shapes(dtype, head_dim, group, torch.get_num_threads())
 
     room = 0  # slots after a text that every forward writes, whatever the tree
@@ -52,11 +53,11 @@ class ByPosition:
 
     def fit(self, capacity: int) -> int:
         """Return the slots of a cache that holds texts of this length and a tree."""
-        return self.shapes.round_extent(capacity)
+        return self.shapes.round_extent(capacity + self.rows)
 
-    def fill(self, tokens: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a tree as it is: products are steady whatever the number of nodes."""
-        return tokens, ancestors
+    def more(self, batch: int, nodes: int) -> int:
+        """Count the nodes that are added to a tree of few, so that its products are steady."""
+        return max(-(-self.rows // batch) - nodes, 0)
 
     def read(
         self, windows: Windows, ancestors: Tensor, positions: Tensor, cache: TreeCache, group: int

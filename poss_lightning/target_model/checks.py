@@ -85,7 +85,8 @@ def find_by_position(target: "Target", asked: bool | None) -> "Reader | None":
 
 def _reader(target: "Target") -> "Reader":
     if target.device.type == "cpu":
-        return ByPosition(target.dtype, target.spec.head_dim, target.spec.heads // target.spec.kv_heads)
+        spec = target.spec
+        return ByPosition(target.dtype, spec.head_dim, spec.heads // spec.kv_heads, target.steady_rows)
     try:
         from poss_lightning.target_model.tree_kernel import TreeKernel
     except ImportError as error:

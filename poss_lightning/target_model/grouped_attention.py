@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -37,9 +37,14 @@ def grouped_attention(
 
 
 @contextmanager
-def attending_by(attention: Attention, config: PreTrainedConfig) -> Iterator[None]:
-    """Let the modules with this config attend by a function in the block."""
-    config.poss_attention = attention
+def attending_by(attention: Attention, config: PreTrainedConfig, nodes: int) -> Iterator[None]:
+    """Let the modules with this config attend by a function in the block: the first `nodes`, and zeros for the rest."""
+
+    def attend(layer: int, queries: Tensor, *others: Any) -> Tensor:
+        attended, more = attention(layer, queries[:, :, :nodes], *others), queries.shape[2] - nodes
+        return pad(attended, (0, 0, 0, 0, 0, more)) if more else attended
+
+    config.poss_attention = attend
     try:
         yield
     finally:

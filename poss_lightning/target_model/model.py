@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
@@ -206,6 +207,11 @@ class Target(nn.Module):
     # --- trees, after a cache ---
 
     @property
+    def steady_rows(self) -> int:
+        """From how many rows on its products on a CPU are `Steady`."""
+        return max(self._decoding.rows, self._head_product.rows if isinstance(self._head_product, Steady) else 1)
+
+    @property
     def exact(self) -> bool:
         """Whether a drafted token's logits have the bits of plain decoding."""
         return self.by_position is not None
@@ -224,9 +230,7 @@ class Target(nn.Module):
             tokens, ancestors, cache, layers: see `forward_tree`.
             exact: with the bits of plain decoding, if the target can; the tree keeps the `limit` of `by_position`.
         """
-        nodes, exact = tokens.shape[1], exact and self.exact
-        if exact and self.by_position:
-            tokens, ancestors = self.by_position.fill(tokens, ancestors)
+        nodes = tokens.shape[1]
         with self._decoding.on():
             features, draft_input = self.forward_tree(tokens, ancestors, cache, layers, exact)
             return draft_input[:, :nodes], self.logits(features)[:, :nodes]
@@ -246,20 +250,22 @@ class Target(nn.Module):
             ancestors: (B or 1, n, n) bool, True where token i sees token j of this call; itself included.
             cache: is written to, but nothing counts as verified until `append` or `keep_path`.
             layers: whose outputs a draft reads, side by side.
-            exact: see `verify`.
+            exact: see `verify`; then there may be more than n of all outputs, of which the rest mean nothing.
 
         Returns:
             The features, and a draft's input: the same, or the outputs of `layers` (B, n, R).
         """
-        slots = cache.slots
-        slots.open(tokens.shape[1])
+        slots, by_position = cache.slots, self.by_position if exact else None
+        more = by_position.more(*tokens.shape) if by_position else 0
+        slots.open(tokens.shape[1] + more)
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.
         angles = positions.clamp(max=self.spec.context - 1)
-        if exact and self.by_position:
+        if by_position:
             group = self.spec.heads // self.spec.kv_heads
-            mask, attention = self.by_position.read(self.windows, ancestors, positions, cache, group)
-            attending = attending_by(attention, self.config)
+            mask, attention = by_position.read(self.windows, ancestors, positions, cache, group)
+            attending = attending_by(attention, self.config, angles.shape[1])
+            tokens, angles = (pad(each, (0, more)) for each in (tokens, angles))
         else:
             # Once for all layers, if they lie on one device and have the same heads; others repeat it for themselves.
             copies = mask_copies(self.config, tokens.shape[1]) if len(cache.stores) == 1 else 1

@@ -13,7 +13,6 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from torch.nn.functional import pad
 
 from poss_lightning.target_model.cache import TreeCache
 from poss_lightning.target_model.grouped_attention import Attention
@@ -38,12 +37,9 @@ class TreeKernel:
         """Return the slots of a cache that holds texts of this length and a tree."""
         return capacity + NODES
 
-    def fill(self, tokens: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """Add nodes that see only themselves, so that every forward has products of the same shapes."""
-        more = NODES - tokens.shape[1]
-        wide = torch.eye(NODES, dtype=torch.bool, device=tokens.device).repeat(len(ancestors), 1, 1)
-        wide[:, : tokens.shape[1], : tokens.shape[1]] = ancestors
-        return pad(tokens, (0, more)), wide
+    def more(self, batch: int, nodes: int) -> int:
+        """Count the nodes that are added to a tree, so that every forward has products of the same shapes."""
+        return NODES - nodes
 
     def read(
         self, windows: Windows, ancestors: Tensor, positions: Tensor, cache: TreeCache, group: int

@@ -24,6 +24,8 @@ def test_the_command_prints_and_writes_every_part(target, tmp_path, monkeypatch,
     monkeypatch.setattr(decode, "load_draft", lambda name: tiny_draft(target, [2]))
     monkeypatch.setattr(decode, "KINDS", {"[1]": {"allocation": (1,)}})
     monkeypatch.setattr(decode, "LENGTHS", (10, 300))
+    monkeypatch.setattr(decode, "TEXTS", (10,))
+    monkeypatch.setattr(decode, "WIDE", target.model.config)
     out = tmp_path / "decode.json"
     decode.main(["--limit", "1", "--max-new-tokens", "4", "--rounds", "2", "--suites", "chat", "--out", str(out)])
     written, printed = json.loads(out.read_text()), capsys.readouterr().out

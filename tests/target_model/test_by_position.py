@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from poss_lightning import prepack
 from poss_lightning.decoding.baselines import Autoregressive
 from poss_lightning.sampling import GREEDY, Sampling
 from poss_lightning.target_model import by_position
@@ -17,6 +18,7 @@ from tests.support.decoders import drawn, plant, speculate
 from tests.support.tiny import tiny_draft, tiny_model, tiny_tokenizer
 from tests.support.tolerance import close
 from tests.support.trees import random_tree
+from tests.test_prepack import OtherOrder
 
 DTYPES = torch.float32, torch.bfloat16
 HEADS = (4, 2, 8), (9, 3, 64), (4, 4, 16), (8, 1, 128)  # query heads, key heads, width
@@ -47,7 +49,8 @@ def attend(queries, keys, values, ancestors, lengths, window=None):
     cache.stores[cpu].write(0, torch.arange(batch * extent), keys, values)
     positions = cache.slots.lengths[:, None] + ancestors.sum(-1) - 1
     group = queries.shape[1] // shared
-    mask, attention = ByPosition(keys.dtype, width, group).read({"": window}, ancestors, positions, cache, group)
+    by_position = ByPosition(keys.dtype, width, group, rows=1)
+    mask, attention = by_position.read({"": window}, ancestors, positions, cache, group)
     return attention(0, queries, *cache.stores[cpu].view(0, cache.slots.extent), mask, None)
 
 
@@ -146,6 +149,20 @@ def test_nodes_have_the_features_and_logits_of_plain_steps_bit_for_bit(dtype, lo
     plain, ours = verified(Autoregressive(target)), drafted()
     if dtype == torch.float32:  # in bfloat16 the rounding of so short sums hides their order
         assert not all(plain[place].equal(found) for place, found in ours.items() if place in plain)
+
+
+@pytest.mark.parametrize("few", [2, 16])
+def test_steps_of_few_tokens_are_filled_up_where_few_rows_are_summed_in_another_order(few, monkeypatch):
+    monkeypatch.setattr(prepack, "_multiply", lambda weight, bias, layout: OtherOrder(weight, bias, few))
+    prepack.steadiest.cache_clear()
+    target = of_dtype(torch.float32)  # an error if a trial finds other bits
+    assert target.steady_rows > few
+    prompts = [[7] * 30, [9, 8, 7], [5] * 12][: 3 if few > 2 else 1]
+    expected = drawn(Autoregressive(target), Sampling(1.0), 0, prompts, 40, frozenset())
+    engine = speculate(target, tiny_draft(target, [4]), **PATHS)
+    plant(engine, expected, prompts)
+    assert drawn(engine, Sampling(1.0), 0, prompts, 36, frozenset()) == [row[:36] for row in expected]
+    prepack.steadiest.cache_clear()
 
 
 def by_text(seen, prompt, truth) -> dict[int, torch.Tensor]:
