@@ -114,7 +114,7 @@ def test_local_links_lead_somewhere(path):
         file, _, anchor = link.partition("#")
         if not re.match(r"[a-z]+:", link):
             page = path.parent / file if file else path
-            assert page.exists(), link
+            assert page.is_file(), link
             assert not anchor or page.suffix != ".md" or anchor in anchors(page), link
 
 
