@@ -73,7 +73,8 @@ def read_config(file: str) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(options, dict):
-        raise ValueError(f"{file} is a {type(options).__name__}; it must have options, `name: value`")
+        what = "empty" if options is None else f"a {type(options).__name__}"
+        raise ValueError(f"{file} is {what}; it must have options, `name: value`")
     for name in map(str, options):
         if (group := name.partition(".")[0]) != name and group in options:  # the parser would drop one of them
             raise ValueError(f"{file} has {name!r} beside {group!r}: write it below {group}")
@@ -107,7 +108,7 @@ def explain_option(
     if isinstance(cause, ValidationError):
         text = describe_refusal(cause, option)
     elif (wrong := WRONG_TYPE.fullmatch(str(cause))) and wrong[1] in RIGHT_TYPE:
-        text = f"{option} is {wrong[2]}; it must be {RIGHT_TYPE[wrong[1]].format(option, wrong[2])}"
+        text = f"{option} is {wrong[2]}; it must be {RIGHT_TYPE[wrong[1]].format(option, wrong[2].strip('[,]'))}"
     else:
         text = str(cause) if option in str(cause) else f"{option}: {cause}"
     known = [action.dest for action in parser._actions]

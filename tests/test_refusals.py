@@ -89,7 +89,7 @@ REFUSED_CALLS = [  # a function; its arguments, as they are or from fixtures by 
     (read_json, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not JSON: Expecting value"),
     (read_config, lambda inputs: [inputs / "tab.yaml"], "tab.yaml is not valid YAML: while scanning"),
     (locate_configs, (["--config", "draft/has.yaml"],), "which `poss list` shows; did you mean draft/hass.yaml?"),
-    (split, (["a"] * 8, 0.5, 0), "there is one conversation: none can be held out"),
+    (split, (["a"] * 8, 0.5, 0), "there is one conversation, or all are the same: none can be held out"),
     (Chat, lambda: (SimpleNamespace(is_fast=False),), "SimpleNamespace gives no offsets: use a fast tokenizer"),
     (Chat, lambda: (tiny_tokenizer(None),), "has no chat template: name an instruction-tuned target, or save"),
     (check_state, ({"bias": torch.ones(2) > 0},), "bias is torch.bool; it must be real numbers"),

@@ -114,7 +114,10 @@ def _conversation(raw: object, name: str) -> Conversation | None:
     record = {"messages": record} if isinstance(record, list) else record
     if not isinstance(record, dict):
         raise Malformed(f"a record must be an object, not {type(record).__name__}")
-    messages = make_regular(messages_of(record))
+    messages = messages_of(record)
+    if (answered := filled(record, *_ANSWERED)) and messages and messages[-1]["role"] == "user":
+        raise Malformed(f"its messages end with the user, beside {answered!r}: give that as the last of them")
+    messages = make_regular(messages)
     if not messages:
         return None
     names = [record[key] for key in IDS if record.get(key) not in (None, "")]
@@ -181,6 +184,8 @@ def _turns(record: dict[str, Any]) -> tuple[list[Any], str]:
     asked, question = question_of(record)
     answered = filled(record, *_ANSWERED)
     if asked and answered:
+        if record.get("label") is False:  # KTO's
+            raise Malformed(f"its 'label' says that {answered!r} is a bad answer: leave it out")
         thoughts = {key: record[key] for key in THOUGHT_FIELDS if isinstance(record.get(key), str | list)}
         thoughts = {key: text for key, text in thoughts.items() if str(text).strip().lower() not in _SWITCHES}
         _refuse_thoughts(record, *THOUGHT_FIELDS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from poss_lightning.files import fetch, read_json
-from poss_lightning.terminal import announced
+from poss_lightning.terminal import announced, one_line
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 TRAINED_ON = "trained_on_64"  # in the header of the weights; "trained_on" had 32 bits a text, too few to tell
@@ -55,13 +55,15 @@ def find_draft(source: str | Path) -> Path:
 
 
 def check_state(state: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for weights that are not real numbers, or not finite in float32, which no draft can use."""
+    """Raise ValueError for weights that no draft can use: not real, not finite in float32, or all zeros in a matrix."""
     for name, value in state.items():
         kind = "whole" if name == "vocabulary" else "real"
         if not (value.is_floating_point() if kind == "real" else value.dtype in (torch.int32, torch.int64)):
             raise ValueError(f"{name} is {value.dtype}; it must be {kind} numbers")
         if wrong := int((~value.float().isfinite()).sum()):
             raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
+        if value.ndim > 1 and not value.any():
+            raise ValueError(f"{name} is all zeros: its file is damaged, download it again")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -77,8 +79,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         with announced(f"reading {path}"):
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} is not a complete checkpoint of plain tensors: {reason}") from error
+        raise ValueError(f"{path} is not a complete checkpoint of plain tensors: {one_line(error)}") from error
     for name in ("state_dict", "draft"):
         if not isinstance(stored, dict) or name not in stored:
             raise ValueError(f"{path} has no {name!r}: it is not a checkpoint of `poss fit`")

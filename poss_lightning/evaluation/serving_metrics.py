@@ -24,7 +24,9 @@ HOW = (
 )
 DATA = b"data:"  # before each event of a saved stream, which may have other lines
 STREAM = re.compile(rb"(data|event|id|retry)?:")
-COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)_total\{(.*)\} (\S+)", re.MULTILINE)
+COUNTER = re.compile(
+    r"^vllm:spec_decode_num_(drafts|accepted_tokens(?:_per_pos)?)_total\{([^}]*)\} (\S+)", re.MULTILINE
+)
 LABEL = re.compile(r'(model_name|position)="([^"]*)"')
 GAUGE = re.compile(r'(?:^sglang:spec_accept_length(?:\{.*\})?|"avg_spec_accept_length":) *([\d.e+-]+)', re.MULTILINE)
 
@@ -150,18 +152,20 @@ def _count(level: list[Any]) -> tuple[list[int], list[tuple[int, float]]]:
     for each in (each for each in objects if each.keys() & {*HISTOGRAMS, *MEANS, "per_step_accepted"}):
         counts = next((each[name] for name in HISTOGRAMS if each.get(name)), [])
         times = counts.items() if isinstance(counts, dict) else enumerate(counts)
-        rounds = each.get("per_step_accepted") or [int(accepted) for accepted, n in times for _ in range(int(n))]
+        rounds = [*map(int, each.get("per_step_accepted") or ())]
+        rounds = rounds or [int(accepted) for accepted, n in times for _ in range(int(n))]
         accepted += rounds
-        means += [(each[n], each[mean]) for n, mean in MEANS.items() if each.get(n) and not rounds]
+        stated = {n: mean for n, mean in MEANS.items() if each.get(n) and each.get(mean) and not rounds}
+        means += [(int(each[n]), float(each[mean])) for n, mean in stated.items()]
     deeper = [value for each in objects for value in each.values()]
     deeper += [value for each in level if isinstance(each, list) for value in each]
     return (accepted, means) if accepted or means or not deeper else _count(deeper)
 
 
 def _read_counters(file: Path, counters: list[tuple[str, str, str]]) -> Served:
-    """Sum vLLM's counters over its engines."""
+    """Sum vLLM's counters over its engines; of a counter that is there twice, as in two scrapes, the last counts."""
     sums: dict[str, Counter[str]] = {}
-    for name, labels, value in counters:
+    for (name, labels), value in {(name, labels): value for name, labels, value in counters}.items():
         stated = dict(LABEL.findall(labels))
         key = stated.get("position", name)
         sums.setdefault(stated.get("model_name", ""), Counter())[key] += int(float(value))

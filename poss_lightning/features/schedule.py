@@ -35,7 +35,8 @@ def split(origins: list[str], validation: float, seed: int) -> tuple[list[int], 
     border = min(max(validation, np.nextafter(ranks.min(), 1)), ranks.max())
     held_out, train = np.flatnonzero(ranks < border).tolist(), np.flatnonzero(ranks >= border).tolist()
     if not held_out:
-        raise ValueError("there is one conversation: none can be held out; give a validation_store, or more text")
+        one = "there is one conversation, or all are the same"
+        raise ValueError(f"{one}: none can be held out; give a validation_store, or more text")
     return train, held_out
 
 

@@ -41,7 +41,7 @@ from poss_lightning.interop.tensors import (
 )
 from poss_lightning.ranges import Position, check_numbers
 from poss_lightning.target_model.model import Target
-from poss_lightning.terminal import announced
+from poss_lightning.terminal import announced, one_line
 
 PICKLED = "pytorch_model.bin"
 FILES = [CONFIG, "model*.safetensors*", "pytorch_model*.bin*"]  # of a published draft
@@ -176,6 +176,10 @@ def _find_allocation(
     refuse(
         (layers > 1 and not layout.several, f"it has {layers} layers, and a file of this format has one"),
         (
+            len(runs or (0,)) > 1 and not layout.several,
+            f"allocation is {runs}; a file of this format has one layer: give one number",
+        ),
+        (
             layout.several and len(runs or ()) != layers,
             f"it has {layers} layers, and allocation is {runs}: give the positions that each serves, as [2,2,2]",
         ),
@@ -240,8 +244,10 @@ def _load_file(path: Path) -> dict[str, Tensor]:
         raise ValueError(
             f"{path} is not loaded, as it is damaged or holds more than plain tensors: get a .safetensors file"
         ) from error
-    except (SafetensorError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{path} is damaged, download it again: {str(error).splitlines()[0]}") from error
+    except FileNotFoundError:
+        raise
+    except (SafetensorError, RuntimeError, EOFError, OSError) as error:
+        raise ValueError(f"{path} is damaged, download it again: {one_line(error)}") from error
     if not isinstance(stored, dict) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
         raise ValueError(f"{path} is not a table of names and tensors")
     return stored

@@ -115,7 +115,7 @@ def parse_config(
     checks.expect(size == vocabulary, "draft_vocab_size", size, allowed, "ignored")
     theta = (stated | rope).get("rope_theta", 10000.0)
     allowed = "it must be a number, the base of the rotation"
-    checks.expect(is_number := isinstance(theta, int | float), "rope_theta", theta, allowed, "read as 10000")
+    checks.expect(is_number := type(theta) in (int, float), "rope_theta", theta, allowed, "read as 10000")
     config = DraftConfig(
         target=spec,
         allocation=tuple(allocation),

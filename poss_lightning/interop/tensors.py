@@ -80,10 +80,8 @@ def find_vocabulary(tensors: dict[str, Tensor], layout: Layout, total: int, chec
         return torch.arange(total)
     offsets, marks = tensors.get(TO_TARGET), tensors.get(TO_DRAFT)
     if offsets is None:
-        allowed = f"{HEAD} has {rows} rows for {total} tokens"
-        checks.tensor(
-            False, TO_TARGET, None, allowed, f"read as the ids that {TO_DRAFT} marks" if marks is not None else ""
-        )
+        allowed, is_usable = f"{HEAD} has {rows} rows for {total} tokens", marks is not None and len(marks) == total
+        checks.tensor(False, TO_TARGET, None, allowed, f"read as the ids that {TO_DRAFT} marks" * is_usable)
         return marks.nonzero()[:, 0]  # pyright: ignore[reportOptionalMemberAccess]
     ids = offsets.flatten() + torch.arange(offsets.numel())
     allowed = f"it must lead to ascending ids of the target's {total}"

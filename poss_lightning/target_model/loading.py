@@ -1,5 +1,6 @@
 """Loading of a target's folder by transformers, without ever running code of the folder; and why it fails."""
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import get_max_memory
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from poss_lightning.target_model.describe import fingerprint
@@ -30,12 +32,22 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
         raise ValueError(f"target {name!r} is an adapter (PEFT): merge it into its model, and save that")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"target {name!r} has no config.json, so it is not a model of transformers")
+    _check_files(folder)
     try:
         config = load_part(AutoConfig, folder)
     except Exception as error:  # whatever a foreign file makes it raise
         raise ValueError(explain_failure(name, error)) from error
     config._attn_implementation = None  # it may name code on the hub, and that of transformers reads trees
     return config
+
+
+def _check_files(folder: Path) -> None:
+    """Raise ValueError for a damaged file of a target: transformers does without some, and names none."""
+    for file in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+        try:
+            safe_open(file, "pt") if file.suffix == ".safetensors" else json.loads(file.read_bytes())
+        except (ValueError, SafetensorError) as error:
+            raise ValueError(f"{file} is damaged, download it again: {error}") from error
 
 
 def placement(config: PreTrainedConfig, device: str, parallel: Parallel, spared: int | None) -> dict[str, Any]:
@@ -86,6 +98,9 @@ def load_model(
         )
     if packed := [key for key in loading["unexpected_keys"] if re.search(r"weight_scale|\.scales$|qweight$", key)]:
         raise ValueError(f"target {name!r} is quantised in a way that transformers does not read: see {packed[0]}")
+    read = {parameter.rpartition(".")[0] for parameter, _ in model.named_parameters()}
+    if left := sorted(key for key in loading["unexpected_keys"] if key.rpartition(".")[0] in read):
+        raise ValueError(f"target {name!r} would be without {left[0]}, which its config.json does not have")
     if any(value.device.type == "meta" for value in model.parameters()):
         raise ValueError(f"target {name!r}: some layers do not fit on the GPUs; use more of them")
     return model, tokenizer, as_saved

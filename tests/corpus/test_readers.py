@@ -196,6 +196,11 @@ MALFORMED = [  # once for each place that refuses
     ({"prompt": "Hi"}, "neither 'messages' nor 'conversations', nor a question with its answer: it has 'prompt'"),
     ({"question": "a", "answer": ["b", "c"]}, "'answer' has 2 texts; it must be one"),
     ({"history": [["a", "b"]], "prompt": "b", "response": "c"}, "it has 'history' beside a question: give"),
+    (
+        {"messages": [HI], "response": "Hello"},
+        "its messages end with the user, beside 'response': give that as the last",
+    ),
+    ({"prompt": "Hi", "completion": "Go away.", "label": False}, "its 'label' says that 'completion' is a bad answer"),
     ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "'input' must be a text, not dict"),
     ({"prompt": [HI, HELLO], "completion": [HELLO]}, "'prompt' ends with the assistant, and 'completion' may continue"),
     ({"prompt": "Hi", "response": "Hello", "cot": "I see."}, "it has 'cot' beside the answer: give thoughts"),

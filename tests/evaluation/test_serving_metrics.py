@@ -102,6 +102,11 @@ STATES = [{"avg_spec_accept_length": mean, "memory": 3} for mean in (TAU, 0.0, N
 COUNTED = {  # with what is passed at each position, [] where a mean alone is known
     "vLLM's engines": (vllm_metrics({"m_0": FIRST, "m_1": REST}), [7, 4, 3, 1]),
     "vLLM's models, one of which is idle": (vllm_metrics({"m_0": FIRST + REST, "other_0": []}), [7, 4, 3, 1]),
+    "vLLM's, twice": (vllm_metrics({"m_0": FIRST}) + vllm_metrics({"m_0": FIRST + REST}), [7, 4, 3, 1]),
+    "vLLM's, with exemplars": (
+        vllm_metrics({"m_0": FIRST + REST}).replace(".0\n", '.0 # {id="a"} 1.0\n'),
+        [7, 4, 3, 1],
+    ),
     "vLLM's without positions": (vllm_metrics({"m_0": FIRST, "m_1": REST}, has_places=False), []),
     "SGLang's gauge": (gauge(m_0=TAU, m_1=0.0), []),
     "SGLang's server": (json.dumps({"internal_states": STATES}), []),
@@ -143,6 +148,7 @@ REFUSED = [  # of /metrics; of responses, what writes the right form
     (read_rounds, lines({"choices": [], "metrics": None}), "no answer says what each .*AIPerf's .* --export-level rec"),
     (read_rounds, lines(*MIXED), "line 2: the answer has a mean, not what each round accepted: give "),
     (read_rounds, lines({"spec_decode_acceptance": [3, 2, 1]}), "no answer says what each round accepted"),
+    (read_served, lines({"num_spec_steps": 20, "mean_acceptance_length": None}), "no answer says what each round"),
     (read_rounds, "[1]", "line 1: 1 does not say"),
 ]
 

@@ -49,6 +49,8 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     (POSS, {UP: None}, f"{UP} is missing"),
     (POSS, {"layers.0.self_attn.q_proj.bias": torch.zeros(D)}, "q_proj.bias is torch.float32 [32]; it has no place"),
     (POSS, {UP: torch.zeros(47, D)}, f"{UP} is torch.float32 [47, 32]; it must be floats [48, 32]"),
+    (POSS, {UP: torch.zeros(48, D)}, "up_proj.weight is all zeros: its file is damaged"),
+    ("eagle3", {"d2t": None, "t2d": torch.ones(999) > 0}, "d2t is missing; lm_head.weight has 107 rows"),
     ("eagle3", {"d2t": None, "t2d": None}, "d2t is missing; lm_head.weight has 107 rows for 320 tokens"),
     (
         "eagle3",
@@ -89,6 +91,7 @@ WRONG = [  # a file, how it is converted, and what is wrong with it
     ("dflash", {"dflash_config": BLOCK | {"mask_token_id": 320}}, "mask_token_id is 320; it must be one of 320 tokens"),
     ("poss", {}, "it has 3 layers, and allocation is None: give the positions that each serves"),
     ("poss --allocation=[3,3]", {}, "it has 3 layers, and allocation is [3, 3]: give"),
+    ("eagle3 --allocation=[2,2]", {}, "allocation is [2, 2]; a file of this format has one layer: give one number"),
     ("poss --input_format=eagle", {}, "it has 3 layers, and a file of this format has one"),
     ("poss --input_format=ours --output_format=poss --allocation=[2,2]", {}, "states its own: leave it out"),
     ("poss --input_format=eagle3", {UP: None}, "hidden_norm.weight is missing; this layout needs it (and "),
@@ -115,6 +118,10 @@ def test_tensors_with_a_prefix_are_named(convert, deep, tmp_path, prefix, is_hea
     folder = put(tmp_path / "theirs", named, **{KEY: len(SOME)})
     words = f"{prefix}fc.weight is torch.float16 [32, 96]; the file must have fc.weight: remove '{prefix}' from"
     refused(convert, tmp_path, words, folder, tmp_path / "out", "--input_format", "eagle3")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:5000])
 
 
 HARMLESS = {  # in published files, and saying nothing that changes what a draft computes
@@ -155,6 +162,8 @@ def test_keys_that_change_nothing_are_not_refused(convert, deep, tmp_path):
             lambda file: file.write_bytes(b"version https://git-lfs"),
             "is not loaded, as it is damaged or holds more",
         ),
+        ("bin", "*.bin", lambda file: file.write_bytes(b""), "pytorch_model.bin is damaged, download it again: EOFE"),
+        ("bin", "*.bin", cut, "pytorch_model.bin is damaged, download it again: "),
         (
             "bin",
             "*.bin",

@@ -266,15 +266,23 @@ def test_a_token_without_a_row_is_refused_by_name_wherever_text_is_read(tmp_path
     target.check_tokens(range(beyond), "all others")
 
 
-def test_a_target_with_weights_missing_or_cut_is_refused(copy):
+def test_a_target_with_weights_that_do_not_fit_its_config_is_refused(copy):
     weights = copy / "model.safetensors"
     state = load_file(weights)
-    del state["model.layers.1.mlp.up_proj.weight"]
-    save_file(state, weights, {"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 weights, the first is model\.layers\.1\.mlp\.up_proj\.weight"):
+    bias, up = "model.layers.1.self_attn.q_proj.bias", "model.layers.1.mlp.up_proj.weight"
+    save_file(state | {bias: torch.ones(1)}, weights, {"format": "pt"})  # a Qwen2 with a config of Llama
+    with pytest.raises(ValueError, match=f"would be without {bias}, which its config.json does not have"):
         Target.load(str(copy))
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"cannot be used: .*incomplete"):
+    del state[up]
+    save_file(state, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match=f"lacks 1 weights, the first is {up}"):
+        Target.load(str(copy))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "generation_config.json", "tokenizer.json"])
+def test_a_damaged_file_of_a_target_is_named(copy, file):
+    (copy / file).write_bytes((copy / file).read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{file} is damaged, download it again"):
         Target.load(str(copy))
 
 
