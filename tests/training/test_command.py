@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -124,7 +125,8 @@ def test_a_stopped_training_fails_and_says_how_to_resume(small, tmp_path, number
     endless = ("--trainer.max_steps", "100000", "--trainer.max_epochs", "-1", "--trainer.log_every_n_steps", "1")
     command = [Path(sys.executable).parent / "poss", "fit", *small, *ONE, *AGAIN, *endless]
     pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
-    with subprocess.Popen(command, **pipes, text=True, cwd=tmp_path) as process:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's job in the background does not
+    with subprocess.Popen(command, **pipes, text=True, cwd=tmp_path, preexec_fn=heeds) as process:
         said = []
         for line in process.stderr:
             said.append(line)
