@@ -33,6 +33,7 @@ BAD = [  # one of each kind; the tests of each room have the others
     (("generate", "Hi", "--config", "{inputs}/number.yaml"), "it must be a text, so quote it in YAML; see {inputs}/n"),
     ((*FIT, "[2]", "alocation=[2]"), "begins with --, as --alocation=…; did you mean model.all"),
     ((*FIT, "[2]", "--trainer.devices", "2.5"), "trainer.devices is 2.5: "),
+    ((*FIT, "[2]", "--trainer.logger", "CometLogger"), "fit: 'lightning.pytorch.loggers.CometLogger': Requirement "),
     ((*FIT, "[2]", "--config", "trainer/gpu.yaml"), "no GPU here; it must be cpu or auto, as in trainer/cpu.yaml"),
     ((*THREE, "--config={inputs}/group.yaml"), "'modle.depth'; see {inputs}/group.yaml; did you mean model.depth?"),
     ((*THREE, "--model.lr", "1"), "--model.lr 1; did you mean model.learning_rate?"),

@@ -5,6 +5,7 @@ Every training starts here: from the terminal, a sweep's cell, the demo or a use
 
 import logging
 import os
+import re
 import warnings
 from argparse import ArgumentError
 from contextlib import ExitStack
@@ -48,6 +49,9 @@ NAME = "folder of this training, in runs/ or trainer.default_root_dir; null for 
 CHECKPOINT = "a training's checkpoints/last.ckpt, to resume or to validate; auto: that of --name, if there is one"
 SEED = "seed for the initial weights (--data.seed: data order and noise); true draws one"
 PRECISION = "bf16-mixed, 32-true, 64-true, or auto: bf16-mixed where the device multiplies bfloat16 fast, else 32-true"
+
+# A class that cannot be made, in the parser's text, which also has each type that the option may have.
+PROBLEM = re.compile(r"Problem with given class_path (.*\n.*)")
 
 
 class Training(LightningCLI):
@@ -142,8 +146,13 @@ class Training(LightningCLI):
             load_checkpoint(Path(self.options.ckpt_path))
 
     def instantiate_classes(self) -> None:
-        if self.until != "parsed":
-            super().instantiate_classes()
+        try:
+            if self.until != "parsed":
+                super().instantiate_classes()
+        except ValueError as error:
+            if problem := PROBLEM.search(str(error)):
+                raise ValueError(problem[1]) from error
+            raise
 
     def instantiate_trainer(self, **more: Any) -> Trainer:
         if (accelerator := self.options.trainer.accelerator) in ("gpu", "cuda") and not torch.cuda.is_available():
