@@ -92,14 +92,16 @@ class Siblings:
 
 
 class Switch:
-    """Whether a module decodes now: then its products are `Steady`; else they are as fast as they can be.
-
-    Attributes:
-        rows: from which all of its products are steady.
-    """
+    """Whether a module decodes now: then its products are `Steady`; else they are as fast as they can be."""
 
     def __init__(self):
-        self.is_on, self.rows = False, 1
+        self.is_on, self.rows = False, 1  # from so many rows on all products are steady
+
+    def steady(self, weight: Tensor, bias: Tensor | None = None, pack: bool = True) -> Steady:
+        """Make a product for decoding."""
+        product = Steady(weight, bias, pack)
+        self.rows = max(self.rows, product.rows)
+        return product
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -138,14 +140,12 @@ def make_steady(module: nn.Module, pack: bool) -> Switch:
         for names in SIBLINGS:
             layers = [layer for layer in _linears(parent) if layer in [getattr(parent, name, None) for name in names]]
             if len(layers) == len(names) and len({(layer.in_features, layer.bias is None) for layer in layers}) == 1:
-                siblings, steady = Siblings(layers), Steady(*_joint(layers))
-                switch.rows = max(switch.rows, steady.rows)
+                siblings, steady = Siblings(layers), switch.steady(*_joint(layers))
                 for number, layer in enumerate(layers):
                     products = (partial(siblings.output, number, each) for each in (steady, steady.product))
                     _set_steady(layer, switch, steady.layout, *products)
     for layer in _linears(module):
-        steady = Steady(layer.weight, layer.bias, pack)
-        switch.rows = max(switch.rows, steady.rows)
+        steady = switch.steady(layer.weight, layer.bias, pack)
         _set_steady(layer, switch, steady.layout, steady, steady.product)
     return switch
 

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from poss_lightning.files import fetch
 from poss_lightning.machine import choose_device, choose_dtype
-from poss_lightning.prepack import Steady, product_with
+from poss_lightning.prepack import product_with
 from poss_lightning.target_model import embedded
 from poss_lightning.target_model.cache import TreeCache
 from poss_lightning.target_model.chat import Chat
@@ -139,7 +139,8 @@ class Target(nn.Module):
         steady = self.device.type == "cpu" and self._asked_exact is not False
         self.backbone, self._decoding = decoding_copy(self.model, steady)
         self.config = self.backbone.config.get_text_config()
-        self._head_product = (Steady if steady else product_with)(self.embed_head.head)
+        self._head_product = (self._decoding.steady if steady else product_with)(self.embed_head.head)
+        self.steady_rows = self._decoding.rows  # from so many on, a product on a CPU is `Steady`
         if self.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew, for tens of ms, whenever a text has grown
         self.layer_devices = [self.device] * self.config.num_hidden_layers
@@ -205,11 +206,6 @@ class Target(nn.Module):
             )
 
     # --- trees, after a cache ---
-
-    @property
-    def steady_rows(self) -> int:
-        """From how many rows on its products on a CPU are `Steady`."""
-        return max(self._decoding.rows, self._head_product.rows if isinstance(self._head_product, Steady) else 1)
 
     @property
     def exact(self) -> bool:
