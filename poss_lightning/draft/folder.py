@@ -62,7 +62,7 @@ def check_state(state: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} is {value.dtype}; it must be {kind} numbers")
         if wrong := int((~value.float().isfinite()).sum()):
             raise ValueError(f"{name} has {wrong} of {value.numel()} numbers that are infinite or not a number")
-        if value.ndim > 1 and not value.any():
+        if value.ndim > 1 and not value.float().any():
             raise ValueError(f"{name} is all zeros: its file is damaged, download it again")
 
 

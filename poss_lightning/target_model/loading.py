@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from poss_lightning.target_model.describe import fingerprint
 
 Parallel = Literal["none", "layers"]  # on one device, or layers on several GPUs (transformers' `device_map`)
+CHECKED = "*config.json", "*token*.json", "*.index.json", "model*.safetensors"  # files of a target
 FILLED = 0.85  # of a GPU's free memory; the rest is for caches and activations
 
 
@@ -43,7 +44,7 @@ def load_config(name: str, folder: Path) -> PreTrainedConfig:
 
 def _check_files(folder: Path) -> None:
     """Raise ValueError for a damaged file of a target: transformers does without some, and names none."""
-    for file in sorted((*folder.glob("*.json"), *folder.glob("*.safetensors"))):
+    for file in sorted(file for pattern in CHECKED for file in folder.glob(pattern)):
         try:
             safe_open(file, "pt") if file.suffix == ".safetensors" else json.loads(file.read_bytes())
         except (ValueError, SafetensorError) as error:
