@@ -175,6 +175,19 @@ def test_it_says_where_lookups_alone_are_faster_though_drafting_beats_plain_deco
     assert alone > tokens > steps
 
 
+def test_a_looked_up_token_that_the_draft_had_too_is_not_one_that_the_lookup_brought():
+    drafted = Tree(torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1]]), -torch.tensor([[0.0, 0.1, 0.2]]))
+    brought = []
+    for said in ([5, 6], [1, 2], [3, 4]):  # neither drafted nor looked up; both; looked up alone
+        planner, continuation = Planner(TreePlan(2, 3, lookup=2), CPU), torch.tensor([said if said[0] < 5 else [3, 4]])
+        tree = join(drafted, continuation)
+        ancestors = ancestor_mask(tree.parents, 2)
+        verdict = judge(tree, ancestors, torch.tensor([*said, 9])[ancestors.sum(-1) - 1], 2)
+        planner.learn(Round(tree, ancestors, verdict, drafted, 2, torch.tensor([3]), continuation), ONE)
+        brought.append(float(planner.with_tree.expected_tokens()[3, 2]))
+    assert brought[0] == brought[1] < brought[2]
+
+
 def test_rows_that_are_finished_teach_nothing():
     """Of two rows, only the first is active: what is learnt is what it alone would have taught."""
     taught = []
