@@ -55,7 +55,7 @@ class ByPosition:
         """Return the slots of a cache that holds texts of this length and a tree."""
         return self.shapes.round_extent(capacity + self.rows)
 
-    def more(self, batch: int, nodes: int) -> int:
+    def added_nodes(self, batch: int, nodes: int) -> int:
         """Count the nodes that are added to a tree of few, so that its products are steady."""
         return max(-(-self.rows // batch) - nodes, 0)
 

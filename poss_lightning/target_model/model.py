@@ -252,7 +252,7 @@ class Target(nn.Module):
             The features, and a draft's input: the same, or the outputs of `layers` (B, n, R).
         """
         slots, by_position = cache.slots, self.by_position if exact else None
-        more = by_position.more(*tokens.shape) if by_position else 0
+        more = by_position.added_nodes(*tokens.shape) if by_position else 0
         slots.open(tokens.shape[1] + more)
         positions = slots.lengths[:, None] + ancestors.sum(-1) - 1  # (B, n)
         # A node beyond the context is never emitted; it must not change others' angles, nor ask for unlearnt positions.

@@ -37,7 +37,7 @@ class TreeKernel:
         """Return the slots of a cache that holds texts of this length and a tree."""
         return capacity + NODES
 
-    def more(self, batch: int, nodes: int) -> int:
+    def added_nodes(self, batch: int, nodes: int) -> int:
         """Count the nodes that are added to a tree, so that every forward has products of the same shapes."""
         return NODES - nodes
 
